@@ -1,0 +1,1 @@
+//! memory-compiler for Candle.

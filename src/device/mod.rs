@@ -1,0 +1,143 @@
+//! Layer 3: where address ranges and physical pages come from.
+//!
+//! ```text
+//!   virtual range   | v0 | v1 | v2 | v3 |      reserve: addresses, no memory
+//!                      \    |    /             map: a page under a place; a page may stand
+//!   physical pages      [ p0 ] [ p1 ]          under many places at once (an alias)
+//! ```
+//!
+//! [`Device`] is the driver's virtual-memory interface and nothing more; it knows nothing of steps
+//! or plans. Methods take `&self`, so that a test and a compiler can share one device through an
+//! `Arc`. [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to
+//! limit or to fail its calls. `tests/device_contract.rs` holds every implementation to this page.
+//!
+//! May import: `units`.
+
+pub mod adaptor;
+mod host;
+
+pub use host::Host;
+
+use std::fmt::Debug;
+
+use crate::units::{Address, Bytes};
+
+/// One physical page of a device: memory without an address. Numbered by the device, never reused
+/// while it lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageId(pub u64);
+
+/// A stream of work on a device. `Host` has simulated ones: any number names a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct StreamId(pub u64);
+
+/// A point on a stream after which everything enqueued before it is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fence(pub u64);
+
+/// Physical memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes that a `create` could still get.
+    pub free: Bytes,
+    /// All bytes that the device has.
+    pub total: Bytes,
+}
+
+/// The call of a device, for counting and for failing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "each variant is the method of the same name")]
+pub enum Call {
+    Reserve,
+    Unreserve,
+    Create,
+    Release,
+    Map,
+    Allow,
+    Unmap,
+}
+
+/// Why a device refused a call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// The device has no page left.
+    #[error("out of memory: {info_free} free of {info_total}", info_free = info.free, info_total = info.total)]
+    OutOfMemory {
+        /// Memory at the time of the call.
+        info: MemoryInfo,
+    },
+    /// Work still runs; the same call may succeed later (CUDA's `NOT_READY`).
+    #[error("not ready")]
+    NotReady,
+    /// The arguments name no such range, page or fence, or break a rule of [`Device`].
+    #[error("{call:?}: {reason}")]
+    Invalid {
+        /// The call.
+        call: Call,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The operating system or the driver refused.
+    #[error("{call:?} failed with code {code}")]
+    Driver {
+        /// The call.
+        call: Call,
+        /// `errno` on `Host`, `CUresult` on a GPU.
+        code: i32,
+    },
+}
+
+/// The driver's virtual-memory interface.
+///
+/// Rules that callers keep and implementations may check:
+/// - places and sizes are multiples of [`granule`](Device::granule);
+/// - `map` only under an unmapped place inside a reserved range; `unmap` only what is mapped;
+/// - a page is released only after its last mapping is gone; a range only after all of its mappings;
+/// - memory is accessed only where it is mapped *and* allowed;
+/// - a call that returns an error has changed nothing.
+pub trait Device: Debug + Send + Sync {
+    /// The smallest page that can be mapped, a power of two of at least 512 bytes.
+    fn granule(&self) -> Bytes;
+
+    /// Reserves `size` bytes of addresses, aligned to the granule, without memory.
+    fn reserve(&self, size: Bytes) -> Result<Address, DeviceError>;
+
+    /// Gives a whole reserved range back.
+    fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError>;
+
+    /// Creates one physical page of one granule. Its contents are unspecified.
+    fn create(&self) -> Result<PageId, DeviceError>;
+
+    /// Gives a physical page back.
+    fn release(&self, page: PageId) -> Result<(), DeviceError>;
+
+    /// Puts a page under the granule that starts at `at`. A page may stand under many places.
+    fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError>;
+
+    /// Makes the mapped granules in `at .. at + size` readable and writable by this device.
+    fn allow(&self, at: Address, size: Bytes) -> Result<(), DeviceError>;
+
+    /// Takes the mappings in `at .. at + size` away; each granule in it is mapped.
+    fn unmap(&self, at: Address, size: Bytes) -> Result<(), DeviceError>;
+
+    /// Waits for all work on the device.
+    fn synchronise(&self) -> Result<(), DeviceError>;
+
+    /// A fence behind everything enqueued on `stream` by the calling thread so far.
+    fn fence(&self, stream: StreamId) -> Result<Fence, DeviceError>;
+
+    /// Makes work that is enqueued on `stream` from now on wait for `fence`, and forgets the fence.
+    fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
+
+    /// Physical memory, free and in total.
+    fn memory(&self) -> Result<MemoryInfo, DeviceError>;
+
+    /// Copies `bytes` into mapped and allowed memory at `at`. For tests and small transfers.
+    fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError>;
+
+    /// Copies mapped and allowed memory at `at` into `bytes`.
+    fn read(&self, at: Address, bytes: &mut [u8]) -> Result<(), DeviceError>;
+
+    /// Sets `size` bytes at `at` to `value`.
+    fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>;
+}

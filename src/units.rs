@@ -1,0 +1,146 @@
+//! Layer 0: byte counts and addresses.
+//!
+//! Two newtypes over `u64`, so that a size is never passed where a place is meant. Arithmetic that
+//! could wrap is checked and returns `None`; the caller says what a failure means.
+//!
+//! May import: nothing of this crate.
+
+use std::fmt;
+
+/// Every size is rounded up to this many bytes before it is placed: CUDA's allocation alignment.
+pub const ALIGNMENT: Bytes = Bytes(512);
+
+/// A number of bytes.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+)]
+#[repr(transparent)]
+pub struct Bytes(pub u64);
+
+impl Bytes {
+    /// No bytes.
+    pub const ZERO: Self = Self(0);
+
+    /// `count` KiB. Panics when the product exceeds 64 bits.
+    #[must_use]
+    pub const fn kib(count: u64) -> Self {
+        Self(count.checked_mul(1 << 10).expect("fits 64 bits"))
+    }
+
+    /// `count` MiB. Panics when the product exceeds 64 bits.
+    #[must_use]
+    pub const fn mib(count: u64) -> Self {
+        Self(count.checked_mul(1 << 20).expect("fits 64 bits"))
+    }
+
+    /// `count` GiB. Panics when the product exceeds 64 bits.
+    #[must_use]
+    pub const fn gib(count: u64) -> Self {
+        Self(count.checked_mul(1 << 30).expect("fits 64 bits"))
+    }
+
+    /// The count in MiB, for people.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "shown to people, never computed with")]
+    pub fn as_mib(self) -> f64 {
+        self.0 as f64 / f64::from(1 << 20)
+    }
+
+    /// The least multiple of `unit` that is not smaller; `None` when it exceeds 64 bits.
+    ///
+    /// # Panics
+    /// When `unit` is zero.
+    #[must_use]
+    pub const fn checked_round_up(self, unit: Self) -> Option<Self> {
+        match self.0.checked_next_multiple_of(unit.0) {
+            Some(bytes) => Some(Self(bytes)),
+            None => None,
+        }
+    }
+
+    /// The sum, or `None` when it exceeds 64 bits.
+    #[must_use]
+    pub const fn checked_add(self, other: Self) -> Option<Self> {
+        match self.0.checked_add(other.0) {
+            Some(bytes) => Some(Self(bytes)),
+            None => None,
+        }
+    }
+
+    /// The difference, or zero when `other` is larger.
+    #[must_use]
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl fmt::Display for Bytes {
+    /// In the largest binary unit that leaves at least one whole unit: `512 B`, `1.50 KiB`, `24.00 MiB`.
+    #[expect(clippy::cast_precision_loss, reason = "shown to people, never computed with")]
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = match self.0 {
+            bytes @ 0..=1023 => format!("{bytes} B"),
+            bytes @ 1024..=0xF_FFFF => format!("{:.2} KiB", bytes as f64 / f64::from(1 << 10)),
+            bytes @ 0x10_0000..=0x3FFF_FFFF => format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20)),
+            bytes => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
+        };
+        f.pad(&text)
+    }
+}
+
+/// A place in a device's address space.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub struct Address(pub u64);
+
+impl Address {
+    /// The place `bytes` further on, or `None` past the end of the address space.
+    #[must_use]
+    pub const fn checked_add(self, bytes: Bytes) -> Option<Self> {
+        match self.0.checked_add(bytes.0) {
+            Some(address) => Some(Self(address)),
+            None => None,
+        }
+    }
+
+    /// How far this place is behind `base`, or `None` when it lies before it.
+    #[must_use]
+    pub const fn checked_offset_from(self, base: Self) -> Option<Bytes> {
+        match self.0.checked_sub(base.0) {
+            Some(bytes) => Some(Bytes(bytes)),
+            None => None,
+        }
+    }
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{:#x}", self.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_shown_in_the_largest_whole_unit() {
+        let shown: Vec<String> =
+            [0, 512, 1536, 24 << 20, 3 << 30].iter().map(|&bytes| Bytes(bytes).to_string()).collect();
+        assert_eq!(shown, ["0 B", "512 B", "1.50 KiB", "24.00 MiB", "3.00 GiB"]);
+    }
+
+    #[test]
+    fn rounding_up_past_64_bits_is_none() {
+        assert_eq!(Bytes(513).checked_round_up(ALIGNMENT), Some(Bytes(1024)));
+        assert_eq!(Bytes(u64::MAX).checked_round_up(ALIGNMENT), None);
+        assert_eq!(Address(u64::MAX).checked_add(Bytes(1)), None);
+        assert_eq!(Address(5).checked_offset_from(Address(6)), None);
+    }
+}
