@@ -16,6 +16,7 @@
 //!
 //! May import: `units`.
 
+pub mod adaptor;
 #[cfg(target_os = "linux")]
 mod host;
 
