@@ -93,6 +93,52 @@ mod host_alone {
     }
 
     #[test]
+    fn a_forked_child_inherits_no_mapped_place() {
+        let host = host(SMALL);
+        let base = host.reserve(SMALL).unwrap();
+        let page = host.create().unwrap();
+        host.map(base, page).unwrap();
+        host.allow(base, SMALL).unwrap();
+        // "dc", do not copy on fork, in the `VmFlags` of the mapping: proc_pid_smaps(5).
+        let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut lines = text
+            .lines()
+            .skip_while(|line| !line.starts_with(&format!("{:x}-", base.0)));
+        let flags = lines
+            .find(|line| line.starts_with("VmFlags:"))
+            .expect("a mapping has flags");
+        assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
+        host.unmap(base, SMALL).unwrap();
+        host.release(page).unwrap();
+        host.unreserve(base, SMALL).unwrap();
+    }
+
+    #[test]
+    fn threads_share_a_device() {
+        let host = host(SMALL);
+        let work = |byte| {
+            for _ in 0..200 {
+                let base = host.reserve(times(SMALL, 2)).unwrap();
+                let page = host.create().unwrap();
+                host.map(base, page).unwrap();
+                host.map(nth(base, SMALL, 1), page).unwrap();
+                host.allow(base, times(SMALL, 2)).unwrap();
+                host.fill(base, SMALL, byte).unwrap();
+                let mut seen = [0; 16];
+                host.read(nth(base, SMALL, 1), &mut seen).unwrap();
+                assert_eq!(seen, [byte; 16]);
+                host.unmap(base, times(SMALL, 2)).unwrap();
+                host.release(page).unwrap();
+                host.unreserve(base, times(SMALL, 2)).unwrap();
+            }
+        };
+        std::thread::scope(|scope| {
+            (1..=4).for_each(|byte| drop(scope.spawn(move || work(byte))));
+        });
+        assert_eq!(host.resident().unwrap(), Bytes::ZERO);
+    }
+
+    #[test]
     fn forty_thousand_aliased_places_over_neighbouring_pages_are_forty_kernel_mappings() {
         const PAGES: u64 = 1_000;
         const WINDOWS: u64 = 40;

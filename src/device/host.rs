@@ -29,7 +29,7 @@ use std::fs::File;
 use std::io::Read as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use self::os::{Errno, PageFile, Range};
+use self::os::{Errno, PageFile, Range, Spare};
 use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
@@ -45,7 +45,9 @@ use crate::units::{Address, Bytes};
 ///
 /// The kernel allows a process 65,530 mappings by default (`vm.max_map_count`, proc_sys_vm(5));
 /// neighbouring places over neighbouring pages count as one. `create` therefore takes the lowest free
-/// piece of the file: pages created in a row and mapped in a row stay one mapping.
+/// piece of the file: pages created in a row and mapped in a row stay one mapping. At that limit
+/// `map`, and an `allow` or `unmap` that would split a mapping, fail with `ENOMEM` and change nothing;
+/// an `unmap` that splits none still works, so that a caller can take back what it mapped last.
 ///
 /// Its streams are idle: work on the CPU is done when the call returns, so fences are checked but
 /// nothing waits. [`Streams`](super::adaptor::Streams) simulates busy ones.
@@ -106,6 +108,9 @@ struct Books {
     /// Fences issued and not yet waited for.
     fences: BTreeSet<u64>,
     next_fence: u64,
+    /// Given up so that `unmap` works where the kernel allows no further mapping; `None` only between
+    /// that and the next `unmap` that leaves room for it.
+    spare: Option<Spare>,
 }
 
 /// A granule of a range with a page under it.
@@ -152,17 +157,22 @@ impl Host {
     ///
     /// # Errors
     /// [`Invalid`](DeviceError::Invalid) unless `granule` is a power of two and a multiple of the
-    /// operating system's page; [`Driver`](DeviceError::Driver) when `memfd_create` fails.
+    /// operating system's page; [`Driver`](DeviceError::Driver) when `memfd_create` or `mmap` fails.
     pub fn new(granule: Bytes) -> Result<Self, DeviceError> {
         if !granule.0.is_power_of_two() || granule < os::page_size() {
             let reason = "the granule is a power of two and a multiple of the system's page";
             return Err(invalid(Call::Create, reason));
         }
         let file = PageFile::new().map_err(driver(Call::Create))?;
+        let spare = Spare::new().map_err(driver(Call::Create))?;
+        let books = Books {
+            spare: Some(spare),
+            ..Books::default()
+        };
         Ok(Self {
             granule,
             file,
-            books: Mutex::default(),
+            books: Mutex::new(books),
         })
     }
 
@@ -378,7 +388,15 @@ impl Device for Host {
         if books.mapped_count(at, size) != size.0 / self.granule.0 {
             return Err(invalid(Call::Unmap, "every granule is mapped"));
         }
-        range.clear(at, size).map_err(driver(Call::Unmap))?;
+        let mut cleared = range.clear(at, size);
+        if cleared == Err(libc::ENOMEM) && books.spare.is_some() {
+            books.spare = None;
+            cleared = books.range(Call::Unmap, at, size)?.clear(at, size);
+        }
+        if books.spare.is_none() {
+            books.spare = Spare::new().ok();
+        }
+        cleared.map_err(driver(Call::Unmap))?;
         for place in (at.0..at.0 + size.0).step_by(self.granule.0 as usize) {
             let Place { page, .. } = books.places.remove(&Address(place)).expect("counted above");
             books

@@ -257,6 +257,35 @@ impl Range {
     }
 }
 
+/// A mapping that is there to be given up.
+///
+/// Where a process has all the mappings that the kernel allows, `mmap` fails even when it would leave
+/// fewer of them, as taking a place away does. Giving this one up first makes it pass.
+#[derive(Debug)]
+pub(super) struct Spare(Address);
+
+impl Spare {
+    /// One page of shared anonymous memory, never touched: it merges with no other mapping.
+    pub(super) fn new() -> Result<Self, Errno> {
+        let size = page_size().0 as usize;
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing uses.
+        let place =
+            unsafe { libc::mmap(std::ptr::null_mut(), size, libc::PROT_NONE, flags, -1, 0) };
+        if place == libc::MAP_FAILED {
+            return Err(last_errno());
+        }
+        Ok(Self(Address(place.expose_provenance() as u64)))
+    }
+}
+
+impl Drop for Spare {
+    fn drop(&mut self) {
+        // SAFETY: the page was mapped by `new`, for this value alone. A whole mapping cannot fail to go.
+        let _ = unsafe { libc::munmap(pointer(self.0), page_size().0 as usize) };
+    }
+}
+
 /// Copies `bytes` to `at`.
 ///
 /// # Safety
