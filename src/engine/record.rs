@@ -74,7 +74,7 @@ impl Engine {
         match self.tapes.tape.get(self.tapes.cursor) {
             Some(entry) => size(entry.len),
             None if self.tapes.cursor == self.tapes.tape.len() => Expected::End,
-            None => self.graph.sizes(self.hash).next().map_or(Expected::Nothing, size),
+            None => self.graph.size(self.hash).map_or(Expected::Nothing, size),
         }
     }
 

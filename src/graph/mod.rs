@@ -52,7 +52,6 @@ pub(crate) enum Kind {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Edge {
     pub placement: u32,
-    next: u32,
     /// Branch and index of a tape entry that was made from this edge; checked before use.
     pub hint: (u32, u32),
     pub dead: bool,
@@ -61,8 +60,10 @@ pub(crate) struct Edge {
 /// States, edges and placements; see the module's page.
 #[derive(Debug, Default)]
 pub(crate) struct Graph {
-    /// First edge of each state.
+    /// The edge that was recorded last in each state.
     states: HashMap<u128, u32, MixBuild>,
+    /// The living edge for a size in a state, by [`key`].
+    answers: HashMap<u128, u32, MixBuild>,
     pub edges: Vec<Edge>,
     pub placements: Vec<Placement>,
     by_place: HashMap<Place, u32, MixBuild>,
@@ -80,22 +81,12 @@ impl Graph {
 
     /// The edge for an allocation of `len` in `state`.
     pub fn edge(&self, state: u128, len: Units) -> Option<u32> {
-        self.edges_of(state).find(|&edge| self.len_of(edge) == len)
+        self.answers.get(&key(state, len)).copied()
     }
 
-    /// The sizes that are recorded for a state.
-    pub fn sizes(&self, state: u128) -> impl Iterator<Item = Units> + '_ {
-        self.edges_of(state).map(|edge| self.len_of(edge))
-    }
-
-    fn edges_of(&self, state: u128) -> impl Iterator<Item = u32> + '_ {
-        let mut next = self.states.get(&state).copied().unwrap_or(NONE);
-        std::iter::from_fn(move || {
-            let here = next;
-            next = self.edges.get(here as usize)?.next;
-            Some(here)
-        })
-        .filter(|&edge| !self.edges[edge as usize].dead)
+    /// A size that is recorded for a state, the latest.
+    pub fn size(&self, state: u128) -> Option<Units> {
+        self.states.get(&state).map(|&edge| self.len_of(edge))
     }
 
     fn len_of(&self, edge: u32) -> Units {
@@ -114,12 +105,14 @@ impl Graph {
         number
     }
 
-    /// Adds an edge; there is no living one for this size.
+    /// Adds an edge; a former one for this size is dead.
     pub fn add_edge(&mut self, state: u128, placement: u32) -> u32 {
         let number = u32::try_from(self.edges.len()).expect("edges are numbered by u32");
-        let first = self.states.entry(state).or_insert(NONE);
-        self.edges.push(Edge { placement, next: *first, hint: (NONE, 0), dead: false });
-        *first = number;
+        self.edges.push(Edge { placement, hint: (NONE, 0), dead: false });
+        self.states.insert(state, number);
+        if let Some(dead) = self.answers.insert(key(state, self.len_of(number)), number) {
+            debug_assert!(self.edges[dead as usize].dead);
+        }
         number
     }
 
@@ -128,4 +121,9 @@ impl Graph {
         self.edges[edge as usize].dead = true;
         self.dead += 1;
     }
+}
+
+/// Names a size in a state: the hash of a state in which a buffer of that size lies nowhere.
+fn key(state: u128, len: Units) -> u128 {
+    state ^ mix::mix(Units::MAX, len)
 }
