@@ -14,9 +14,10 @@ use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, Engine, OnError, Shared};
 use crate::error::Error;
+use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::hook::host::SMALLEST_THRESHOLD;
 use crate::stats::{Stats, StepReport};
-use crate::units::{Address, Bytes};
+use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// How a compiler works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,6 +71,9 @@ impl Compiler {
             && budget < granule
         {
             return wrong("budget", format!("{budget} is less than one page of {granule}"));
+        }
+        if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
+            return wrong("granule", format!("{granule} is above 32 MiB"));
         }
         if options.threshold < SMALLEST_THRESHOLD {
             let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);

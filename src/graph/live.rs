@@ -1,8 +1,8 @@
 //! Which placement is live at which address: one slot for each place that a buffer ever started at.
 //!
 //! ```text
-//!   page  ->  slot of its first unit            (every page that a buffer starts at)
-//!         ->  slots of its other units          (only pages with small buffers)
+//!   page  ->  slot of its first unit                  (every page that a buffer starts at)
+//!         ->  unit -> number -> slot of that unit     (only pages with small buffers)
 //!   slot  ->  the placement that is live there, or none; whether the placer knows
 //! ```
 //!
@@ -17,8 +17,20 @@ const DIRTY: u32 = 1 << 31;
 #[derive(Clone, Copy, Debug)]
 struct PageSlots {
     first: u32,
-    others: u32,
+    /// Index in `inner`.
+    inner: u32,
 }
+
+/// The slots of a page's units but the first. Two steps, because most units have none.
+#[derive(Debug)]
+struct InnerSlots {
+    /// For each unit, index in `slots` + 1.
+    numbers: Box<[u16]>,
+    slots: Vec<u32>,
+}
+
+/// Most units of a page: what `InnerSlots` can number.
+pub(crate) const PAGE_UNITS_LIMIT: u32 = 1 << 16;
 
 /// See the module's page.
 #[derive(Debug)]
@@ -28,6 +40,7 @@ pub(crate) struct LiveTable {
     /// First page of the upper half, whose pages are counted from there.
     split: u32,
     pages: [Vec<PageSlots>; 2],
+    inner: Vec<InnerSlots>,
     /// Number of the live placement + 1, 0 for none; the top bit says that the slot is in `dirty`.
     slots: Vec<u32>,
     /// What the placer knows of each slot: number + 1.
@@ -37,10 +50,12 @@ pub(crate) struct LiveTable {
 
 impl LiveTable {
     pub fn new(page_units: u32, split: u32) -> Self {
+        debug_assert!(page_units <= PAGE_UNITS_LIMIT);
         Self {
             shift: page_units.trailing_zeros(),
             split,
             pages: [Vec::new(), Vec::new()],
+            inner: Vec::new(),
             slots: Vec::new(),
             known: Vec::new(),
             dirty: Vec::new(),
@@ -60,37 +75,40 @@ impl LiveTable {
     pub fn find(&self, start: u32) -> Option<u32> {
         let (half, page, unit) = self.index(start);
         let page = self.pages[half].get(page)?;
-        let slot = match (unit, page.others) {
-            (0, _) => page.first,
-            (_, NONE) => NONE,
-            (unit, others) => others + unit,
-        };
-        (slot != NONE).then_some(slot)
+        if unit == 0 {
+            return (page.first != NONE).then_some(page.first);
+        }
+        let inner = self.inner.get(page.inner as usize)?;
+        let number = usize::from(inner.numbers[unit as usize]).checked_sub(1)?;
+        Some(inner.slots[number])
     }
 
     /// The slot of a unit, made if need be.
     pub fn slot(&mut self, start: u32) -> u32 {
+        if let Some(slot) = self.find(start) {
+            return slot;
+        }
+        let slot = self.slots.len() as u32;
         let (half, number, unit) = self.index(start);
         let pages = &mut self.pages[half];
         if number >= pages.len() {
-            pages.resize(number + 1, PageSlots { first: NONE, others: NONE });
+            pages.resize(number + 1, PageSlots { first: NONE, inner: NONE });
         }
         let page = &mut pages[number];
-        let next = self.slots.len() as u32;
-        let (slot, grow) = match (unit, &mut page.first, &mut page.others) {
-            (0, first, _) if *first == NONE => {
-                *first = next;
-                (next, 1)
+        if unit == 0 {
+            page.first = slot;
+        } else {
+            if page.inner == NONE {
+                page.inner = self.inner.len() as u32;
+                let numbers = vec![0; 1 << self.shift].into_boxed_slice();
+                self.inner.push(InnerSlots { numbers, slots: Vec::new() });
             }
-            (0, first, _) => (*first, 0),
-            (unit, _, others) if *others == NONE => {
-                *others = next;
-                (next + unit, 1 << self.shift)
-            }
-            (unit, _, others) => (*others + unit, 0),
-        };
-        self.slots.resize(self.slots.len() + grow, 0);
-        self.known.resize(self.slots.len(), 0);
+            let inner = &mut self.inner[page.inner as usize];
+            inner.slots.push(slot);
+            inner.numbers[unit as usize] = inner.slots.len() as u16;
+        }
+        self.slots.push(0);
+        self.known.push(0);
         // A replay never grows it: each slot is in the list at most once.
         let room = self.slots.len() - self.dirty.len();
         self.dirty.reserve(room);

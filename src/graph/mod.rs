@@ -60,8 +60,8 @@ pub(crate) struct Edge {
 /// States, edges and placements; see the module's page.
 #[derive(Debug, Default)]
 pub(crate) struct Graph {
-    /// The edge that was recorded last in each state.
-    states: HashMap<u128, u32, MixBuild>,
+    /// The edge that was recorded last in each state; by half of the hash, since it is only shown.
+    states: HashMap<u64, u32, MixBuild>,
     /// The living edge for a size in a state, by [`key`].
     answers: HashMap<u128, u32, MixBuild>,
     pub edges: Vec<Edge>,
@@ -86,7 +86,7 @@ impl Graph {
 
     /// A size that is recorded for a state, the latest.
     pub fn size(&self, state: u128) -> Option<Units> {
-        self.states.get(&state).map(|&edge| self.len_of(edge))
+        self.states.get(&(state as u64)).map(|&edge| self.len_of(edge))
     }
 
     fn len_of(&self, edge: u32) -> Units {
@@ -109,7 +109,7 @@ impl Graph {
     pub fn add_edge(&mut self, state: u128, placement: u32) -> u32 {
         let number = u32::try_from(self.edges.len()).expect("edges are numbered by u32");
         self.edges.push(Edge { placement, hint: (NONE, 0), dead: false });
-        self.states.insert(state, number);
+        self.states.insert(state as u64, number);
         if let Some(dead) = self.answers.insert(key(state, self.len_of(number)), number) {
             debug_assert!(self.edges[dead as usize].dead);
         }

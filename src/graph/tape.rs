@@ -158,7 +158,16 @@ impl Tapes {
                 return (branch, true);
             }
         }
-        let tape: Vec<Entry> = self.run().copied().collect();
+        // Either way the run's own entries take no memory from here on.
+        let tape = match self.pieces[..] {
+            [Piece::Own { .. }] => {
+                let mut own = std::mem::take(&mut self.own);
+                own.shrink_to_fit();
+                own
+            }
+            _ => self.run().copied().collect(),
+        };
+        self.own = Vec::new();
         let key = tape.iter().fold(tape.len() as u64, |key, entry| {
             u64::from(mix::chain(key as u32, entry.len)) | (key.rotate_left(7) ^ u64::from(entry.len)) << 32
         });
@@ -166,7 +175,6 @@ impl Tapes {
         let branch = found.unwrap_or_else(|| self.new_branch(name, key));
         self.branches[branch].tape = tape;
         let len = self.branches[branch].tape.len() as u32;
-        self.own.clear();
         self.pieces.clear();
         let branch = branch as u32;
         self.pieces.push(Piece::Tape { branch, from: 0, to: len });
