@@ -2,14 +2,20 @@
 
 use std::sync::Arc;
 
-use memory_compiler::device::adaptor::Counting;
+use memory_compiler::device::adaptor::{Counting, Failing, Limiting};
 use memory_compiler::device::{Device, Host};
 use memory_compiler::units::{Address, Bytes};
 
-pub type CountingHost = Arc<Counting<Host>>;
+/// Counts what is asked of it, refused and failed calls included.
+pub type CountingHost = Arc<Counting<Failing<Limiting<Host>>>>;
 
 pub fn counting_host(granule: Bytes) -> CountingHost {
-    Arc::new(Counting::new(Host::new(granule).expect("this machine has memory")))
+    limited_host(granule, Bytes(u64::MAX))
+}
+
+pub fn limited_host(granule: Bytes, limit: Bytes) -> CountingHost {
+    let host = Host::new(granule).expect("this machine has memory");
+    Arc::new(Counting::new(Failing::new(Limiting::new(host, limit))))
 }
 
 /// The contents of a live buffer, enough of them to notice another owner: a small buffer in full; of a

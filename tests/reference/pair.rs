@@ -33,7 +33,7 @@ pub struct Book {
     patterns: BTreeMap<u64, Pattern>,
     seeds: u64,
     /// Memory was given back since: the next replays have to fetch it again.
-    trimmed: bool,
+    pub trimmed: bool,
     /// Frees are on their way from elsewhere: the engine sees them at its next event.
     queued: bool,
     /// The step held something that the rules do not say to be an event or none.
@@ -48,13 +48,21 @@ impl Pair {
 
     /// `device` stands on top of `counting`.
     pub fn over(device: Arc<dyn Device>, counting: CountingHost, options: Options) -> Self {
+        Self::try_over(device, counting, options).expect("a compiler")
+    }
+
+    pub fn try_over(
+        device: Arc<dyn Device>,
+        counting: CountingHost,
+        options: Options,
+    ) -> Result<Self, Error> {
         let model = Model::new(device.granule().0, options.strict);
-        let compiler = Compiler::new(device.clone(), options).expect("a compiler");
+        let compiler = Compiler::new(device.clone(), options)?;
         let patterns = BTreeMap::new();
         let (seeds, trimmed, queued, uncounted) = (0, false, false, false);
         let book =
             Book { device, counting, model, thorough: true, patterns, seeds, trimmed, queued, uncounted };
-        Self { compiler: Some(compiler), book }
+        Ok(Self { compiler: Some(compiler), book })
     }
 
     pub fn compiler(&mut self) -> &mut Compiler {
@@ -62,13 +70,17 @@ impl Pair {
     }
 
     pub fn begin(&mut self, name: &str) -> Run<'_> {
+        self.try_begin(name).expect("a step begins")
+    }
+
+    pub fn try_begin(&mut self, name: &str) -> Result<Run<'_>, Error> {
         let calls_before = self.book.counting.memory_calls();
-        let step = self.compiler.as_mut().expect("not dropped yet").begin(name).expect("a step begins");
+        let step = self.compiler.as_mut().expect("not dropped yet").begin(name)?;
         self.book.model.begin(name);
         (self.book.queued, self.book.uncounted) = (false, false);
         let run = Run { scopes: Vec::new(), pauses: Vec::new(), step, book: &mut self.book, calls_before };
         run.compare();
-        run
+        Ok(run)
     }
 
     /// Frees a buffer while no step is active: the compiler hears of it when the next one begins.
@@ -82,12 +94,18 @@ impl Pair {
 
     /// Gives idle memory back, which must be what the device loses.
     pub fn trim(&mut self) -> Bytes {
+        self.try_trim().expect("trimming works")
+    }
+
+    pub fn try_trim(&mut self) -> Result<Bytes, Error> {
         let before = self.book.held();
-        let freed = self.compiler().trim().expect("trimming works");
-        assert_eq!(before - freed.0, self.book.held(), "trim tells how much it gave back");
-        self.book.trimmed |= freed.0 > 0;
+        let result = self.compiler().trim();
+        if let Ok(freed) = result {
+            assert_eq!(before - freed.0, self.book.held(), "trim tells how much it gave back");
+        }
+        self.book.trimmed = true;
         self.book.check_contents();
-        freed
+        result
     }
 
     /// Drops the compiler; what is live stays readable, and the device's books empty with the last free.
@@ -188,6 +206,11 @@ pub struct Run<'a> {
 impl Run<'_> {
     /// Allocates, and checks the answer against the model's.
     pub fn alloc(&mut self, size: u64) -> (Expect, Option<u64>) {
+        self.try_alloc(size).unwrap_or_else(|error| panic!("{size} bytes were not served: {error}"))
+    }
+
+    /// The same; an error of the device or of the budget is handed on, and must have changed nothing.
+    pub fn try_alloc(&mut self, size: u64) -> Result<(Expect, Option<u64>), Error> {
         let expect = self.book.model.predict(size);
         let calls = self.book.counting.memory_calls();
         let result = self.step.alloc(Bytes(size));
@@ -201,6 +224,16 @@ impl Run<'_> {
             (Expect::Replayed(_) | Expect::Recorded | Expect::Survivor, Ok(Allocation::Here(address))) => {
                 assert!(address.0.is_multiple_of(512), "{address} is not aligned");
                 Some(address.0)
+            }
+            (
+                Expect::Replayed(_) | Expect::Recorded | Expect::Survivor,
+                Err(error @ (Error::Device { .. } | Error::OutOfMemory { .. } | Error::OverBudget { .. })),
+            ) => {
+                // Whatever was idle may have been given back on the way.
+                (self.book.trimmed, self.book.uncounted) = (true, true);
+                self.compare();
+                self.book.check_contents();
+                return Err(error);
             }
             (_, result) => panic!("{expect:?} was expected of {size} bytes, not {result:?}"),
         };
@@ -216,7 +249,7 @@ impl Run<'_> {
             self.book.uncounted = true;
         }
         self.compare();
-        (expect, address)
+        Ok((expect, address))
     }
 
     /// Allocates what both must serve.
