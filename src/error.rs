@@ -76,12 +76,6 @@ pub enum Error {
         /// Why it is bad.
         reason: BadFree,
     },
-    /// A scope was closed that is not the innermost open one, or after its step had ended.
-    #[error("scope closed out of order: {name} (bind it with `let _scope = …`, not `let _ = …`)")]
-    ScopeOrder {
-        /// Name of the scope.
-        name: String,
-    },
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,

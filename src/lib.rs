@@ -1,6 +1,9 @@
 //! Records the allocations of a repeated inference step once and replays them.
 
 pub mod device;
+pub mod trace;
+pub mod units;
+pub mod validate;
 
 mod arena;
 mod bits;
@@ -14,7 +17,6 @@ mod pages;
 mod placer;
 mod scopes;
 mod stats;
-mod units;
 
 pub use compiler::{Compiler, Options, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
 pub use current::{free, free_on};

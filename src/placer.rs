@@ -27,7 +27,7 @@
 //!
 //! May import: `bits`.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::bits::BitSet;
 
@@ -91,12 +91,13 @@ struct SpaceBooks {
     free: BitSet,
     /// Gaps of partly used frames: `(len, frame, start)`.
     gaps: BTreeSet<(Units, u32, Units)>,
-    /// Starts of windows that were freed, by page count, the latest last.
-    freed: BTreeMap<u32, VecDeque<u32>>,
+    /// Windows that were used and are not, by page count and start. Buffers in other windows over the
+    /// same frames may still be in their way.
+    freed: BTreeMap<u32, BTreeSet<u32>>,
 }
 
 /// Windows that are tried in each of the three lists before new virtual pages are taken.
-const TRIES: usize = 8;
+const TRIES: usize = 32;
 
 /// No frame: the page is not mapped.
 pub(crate) const NO_FRAME: u32 = u32::MAX;
@@ -111,8 +112,6 @@ pub(crate) struct Placer {
     /// Numbers of frames that were forgotten.
     retired: Vec<u32>,
     spaces: [SpaceBooks; 2],
-    /// Windows that are in `freed`, so that none is listed twice.
-    listed: HashMap<(u32, u32), (), crate::mix::MixBuild>,
     epoch: u64,
 }
 
@@ -129,7 +128,6 @@ impl Placer {
             frames: Vec::new(),
             retired: Vec::new(),
             spaces: [space(0, split), space(split, page_limit - split)],
-            listed: HashMap::default(),
             epoch: 0,
         }
     }
@@ -193,18 +191,26 @@ impl Placer {
     /// Marks the units under `place` as used.
     pub fn occupy(&mut self, place: Place) {
         self.each_piece(place, Self::take);
+        if let Some((space, count, start)) = self.window(place)
+            && let Some(freed) = self.spaces[space].freed.get_mut(&count)
+        {
+            freed.remove(&start);
+        }
     }
 
     /// Marks the units under `place` as free, and the window as one to try first.
     pub fn vacate(&mut self, place: Place) {
         self.each_piece(place, Self::give);
-        if place.len >= self.page_units {
-            let window = (place.start / self.page_units, place.len.div_ceil(self.page_units));
-            if self.listed.insert(window, ()).is_none() {
-                let space = self.space_of(window.0) as usize;
-                self.spaces[space].freed.entry(window.1).or_default().push_back(window.0);
-            }
+        if let Some((space, count, start)) = self.window(place) {
+            self.spaces[space].freed.entry(count).or_default().insert(start);
         }
+    }
+
+    /// Space, page count and first page of the window that a buffer of a page or more stands in.
+    fn window(&self, place: Place) -> Option<(usize, u32, u32)> {
+        let start = place.start >> self.shift;
+        let window = (self.space_of(start) as usize, place.len.div_ceil(self.page_units), start);
+        (place.len >= self.page_units).then_some(window)
     }
 
     /// An edge that leads to `place` was added.
@@ -364,23 +370,13 @@ impl Placer {
         for lengths in [equal_or_longer, shorter] {
             let mut tries = TRIES;
             for pages in lengths {
-                let mut list = std::mem::take(self.spaces[index].freed.get_mut(&pages).expect("listed length"));
-                let mut found = None;
-                for _ in 0..list.len().min(tries) {
-                    tries -= 1;
-                    let start = list.pop_back().expect("counted");
-                    if self.window_is_free(start, count, rest, space) {
-                        found = Some(start);
-                        if pages == count {
-                            // Listed again when it is freed.
-                            self.listed.remove(&(start, pages));
-                        } else {
-                            list.push_front(start);
-                        }
-                        break;
-                    }
-                    list.push_front(start);
-                }
+                let list = std::mem::take(self.spaces[index].freed.get_mut(&pages).expect("listed length"));
+                let found = list
+                    .iter()
+                    .copied()
+                    .take(tries)
+                    .find(|&start| self.window_is_free(start, count, rest, space));
+                tries -= list.len().min(tries);
                 *self.spaces[index].freed.get_mut(&pages).expect("listed length") = list;
                 if found.is_some() || tries == 0 {
                     return found;

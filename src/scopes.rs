@@ -201,11 +201,6 @@ impl Scopes {
         &self.nodes[path as usize].name
     }
 
-    /// Name of the innermost open scope.
-    pub fn innermost(&self) -> &str {
-        self.stack.last().map_or("", |open| self.name(open.path))
-    }
-
     /// Every scope that was entered, each after its parent.
     pub fn stats(&self) -> Vec<ScopeStats> {
         let open_peak = |path: u32| self.stack.iter().filter(|open| open.path == path).map(|open| open.peak).max();

@@ -139,6 +139,27 @@ mod host_alone {
     }
 
     #[test]
+    fn new_pages_take_the_lowest_free_pieces_so_that_a_row_stays_one_kernel_mapping() {
+        let host = host(SMALL);
+        let size = times(SMALL, 4);
+        let base = host.reserve(size).unwrap();
+        let mut row: Vec<PageId> = (0..4).map(|_| host.create().unwrap()).collect();
+        for index in [2, 0] {
+            host.release(row[index]).unwrap();
+        }
+        for index in [0, 2] {
+            row[index] = host.create().unwrap();
+        }
+        for (index, &page) in (0..).zip(&row) {
+            host.map(nth(base, SMALL, index), page).unwrap();
+        }
+        assert_eq!(kernel_mappings(base, size).len(), 1);
+        host.unmap(base, size).unwrap();
+        row.into_iter().for_each(|page| host.release(page).unwrap());
+        host.unreserve(base, size).unwrap();
+    }
+
+    #[test]
     fn forty_thousand_aliased_places_over_neighbouring_pages_are_forty_kernel_mappings() {
         const PAGES: u64 = 1_000;
         const WINDOWS: u64 = 40;

@@ -146,7 +146,7 @@ impl Engine {
         let split = arena.placer.page_ranges()[1].0;
         Self {
             shared,
-            tapes: Tapes { cursor: usize::MAX, ..Tapes::default() },
+            tapes: Tapes::default(),
             hash: 0,
             scopes: Scopes::default(),
             table: LiveTable::new(page_units, split),

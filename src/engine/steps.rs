@@ -240,11 +240,6 @@ impl Engine {
         self.totals.passed_through += 1;
     }
 
-    /// A scope guard was dropped whose step is over.
-    pub fn count_bad_scope(&mut self) {
-        self.totals.bad_scopes += 1;
-    }
-
     /// Gives the memory of idle frames back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         self.drain();

@@ -20,8 +20,6 @@ use crate::placer::Units;
 
 /// The edge number of an entry that was served from the survivors' space.
 pub(crate) const SURVIVOR: u32 = u32::MAX;
-/// No branch.
-pub(crate) const NO_BRANCH: u32 = u32::MAX;
 /// Branches that are kept; the one that ran longest ago goes first.
 const BRANCH_LIMIT: usize = 64;
 
