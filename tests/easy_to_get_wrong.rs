@@ -7,9 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use memory_compiler::device::adaptor::Streams;
 use memory_compiler::device::{Device, StreamId};
-use memory_compiler::error::Error;
-use memory_compiler::units::{Address, Bytes};
-use memory_compiler::{Allocation, Compiler, Options, Snapshot, Step};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Snapshot, Step};
 
 use reference::Expect;
 use reference::devices::{Pattern, counting_host};
@@ -21,7 +19,8 @@ const GRANULE: Bytes = Bytes::mib(2);
 fn frames(snapshot: &Snapshot, address: u64, size: u64) -> BTreeSet<u32> {
     let first = (address - snapshot.base.0) / snapshot.granule.0;
     let count = size.div_ceil(snapshot.granule.0);
-    (first..first + count).filter_map(|page| snapshot.frames[page as usize]).collect()
+    let under = snapshot.frames.iter().filter(|(page, _)| (first..first + count).contains(&u64::from(*page)));
+    under.map(|&(_, frame)| frame).collect()
 }
 
 fn here(step: &Step<'_>, size: u64) -> Address {

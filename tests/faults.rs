@@ -7,9 +7,7 @@ mod reference;
 
 use memory_compiler::device::adaptor::Repeat;
 use memory_compiler::device::{Call, DeviceError, MemoryInfo};
-use memory_compiler::error::Error;
-use memory_compiler::units::{Address, Bytes};
-use memory_compiler::{Compiler, Options};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
 
 use reference::devices::{CountingHost, counting_host, limited_host};
 use reference::pair::Pair;
@@ -254,7 +252,7 @@ fn an_address_space_that_is_used_up_is_a_typed_error() {
     let refused = step.alloc(Bytes(65 * PAGE));
     assert!(matches!(refused, Err(Error::AddressSpace { asked: Bytes(asked), .. }) if asked == 65 * PAGE), "{refused:?}");
     let served = step.alloc(Bytes(2 * PAGE));
-    let Ok(memory_compiler::Allocation::Here(Address(address))) = served else { panic!("{served:?}") };
+    let Ok(Allocation::Here(Address(address))) = served else { panic!("{served:?}") };
     step.free(Address(address)).expect("live");
     step.finish().expect("the step ends well");
     drop(compiler);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use memory_compiler::device::adaptor::{Counting, Failing, Limiting};
 use memory_compiler::device::{Device, Host};
-use memory_compiler::units::{Address, Bytes};
+use memory_compiler::{Address, Bytes};
 
 /// Counts what is asked of it, refused and failed calls included.
 pub type CountingHost = Arc<Counting<Failing<Limiting<Host>>>>;

@@ -16,8 +16,7 @@ pub mod program;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use memory_compiler::Snapshot;
-use memory_compiler::stats::Stats;
+use memory_compiler::{Snapshot, Stats};
 
 /// Address and size class of a live buffer.
 pub type Placement = (u64, u64);
@@ -82,7 +81,7 @@ pub struct Model {
     /// Owner of each physical byte: (frame, first byte in it) to (end, buffer).
     owners: BTreeMap<(u32, u64), (u64, u64)>,
     base: u64,
-    frames: Vec<Option<u32>>,
+    frames: BTreeMap<u64, u32>,
     marked: BTreeSet<Position>,
     finished: BTreeSet<String>,
     clock: u64,
@@ -155,8 +154,7 @@ impl Model {
         let (start, end) = (address - self.base, address - self.base + class);
         let pages = start / self.granule..end.div_ceil(self.granule);
         let piece = |page: u64| {
-            let frame = self.frames.get(usize::try_from(page).unwrap()).copied().flatten();
-            let frame = frame.unwrap_or_else(|| panic!("page {page} of a placement at {address:#x} has no frame"));
+            let frame = *self.frames.get(&page).unwrap_or_else(|| panic!("page {page} of {address:#x} has no frame"));
             let first = page * self.granule;
             (frame, start.max(first) - first, end.min(first + self.granule) - first)
         };
@@ -165,10 +163,10 @@ impl Model {
 
     /// Takes over which frames the engine has mapped where.
     pub fn look(&mut self, snapshot: &Snapshot) {
-        (self.base, self.frames) = (snapshot.base.0, snapshot.frames.clone());
-        for (&page, &frame) in &self.pinned {
-            let now = self.frames.get(usize::try_from(page).unwrap()).copied().flatten();
-            assert_eq!(now, Some(frame), "the frame of page {page} changed although an edge mentions it");
+        self.base = snapshot.base.0;
+        self.frames = snapshot.frames.iter().map(|&(page, frame)| (page.into(), frame)).collect();
+        for (page, frame) in &self.pinned {
+            assert_eq!(self.frames.get(page), Some(frame), "the frame of page {page} changed although an edge mentions it");
         }
     }
 
@@ -254,6 +252,7 @@ impl Model {
         let live = self.live.remove(&address).is_some();
         self.owners.retain(|_, owner| owner.1 != address);
         self.stats.bad_frees += u64::from(!live);
+        self.events += u64::from(live);
         self.count_live();
         live
     }

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use memory_compiler::device::{Device, StreamId};
-use memory_compiler::error::{BadFree, Error, Expected};
-use memory_compiler::stats::{StepReport, Stats};
-use memory_compiler::units::{Address, Bytes};
-use memory_compiler::{Allocation, Compiler, Options, Pause, Scope, Snapshot, Step};
+use memory_compiler::{
+    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Pause, Scope, Snapshot, Stats, Step,
+    StepReport,
+};
 
 use super::devices::{CountingHost, Pattern, counting_host};
 use super::{Expect, Model};
@@ -36,8 +36,6 @@ pub struct Book {
     pub trimmed: bool,
     /// Frees are on their way from elsewhere: the engine sees them at its next event.
     queued: bool,
-    /// The step held something that the rules do not say to be an event or none.
-    uncounted: bool,
 }
 
 impl Pair {
@@ -59,9 +57,9 @@ impl Pair {
         let model = Model::new(device.granule().0, options.strict);
         let compiler = Compiler::new(device.clone(), options)?;
         let patterns = BTreeMap::new();
-        let (seeds, trimmed, queued, uncounted) = (0, false, false, false);
+        let (seeds, trimmed, queued) = (0, false, false);
         let book =
-            Book { device, counting, model, thorough: true, patterns, seeds, trimmed, queued, uncounted };
+            Book { device, counting, model, thorough: true, patterns, seeds, trimmed, queued };
         Ok(Self { compiler: Some(compiler), book })
     }
 
@@ -77,7 +75,7 @@ impl Pair {
         let calls_before = self.book.counting.memory_calls();
         let step = self.compiler.as_mut().expect("not dropped yet").begin(name)?;
         self.book.model.begin(name);
-        (self.book.queued, self.book.uncounted) = (false, false);
+        self.book.queued = false;
         let run = Run { scopes: Vec::new(), pauses: Vec::new(), step, book: &mut self.book, calls_before };
         run.compare();
         Ok(run)
@@ -161,7 +159,7 @@ impl Book {
         self.before_free(address);
         free().expect("a free from elsewhere is taken, good or bad");
         self.model.freed(address);
-        (self.queued, self.uncounted) = (true, true);
+        self.queued = true;
     }
 
     fn compare(&self, stats: &Stats, snapshot: &Snapshot) {
@@ -230,7 +228,7 @@ impl Run<'_> {
                 Err(error @ (Error::Device { .. } | Error::OutOfMemory { .. } | Error::OverBudget { .. })),
             ) => {
                 // Whatever was idle may have been given back on the way.
-                (self.book.trimmed, self.book.uncounted) = (true, true);
+                self.book.trimmed = true;
                 self.compare();
                 self.book.check_contents();
                 return Err(error);
@@ -245,8 +243,6 @@ impl Run<'_> {
             let snapshot = look.then(|| self.step.snapshot());
             self.book.model.allocated(expect, size, address, snapshot.as_ref());
             self.book.fill(address, size);
-        } else {
-            self.book.uncounted = true;
         }
         self.compare();
         Ok((expect, address))
@@ -263,9 +259,7 @@ impl Run<'_> {
         };
         let model = &self.book.model;
         assert_eq!((scope.clone(), asked.0), (model.path(), Model::class(size)));
-        if !self.book.uncounted {
-            assert_eq!(*event, model.events, "number of the event that broke");
-        }
+        assert_eq!(*event, model.events, "number of the event that broke");
         match expected {
             Expected::Size(size) => assert!(model.answered().contains(&size.0), "{size} is not recorded here"),
             Expected::Nothing => assert!(model.answered().is_empty(), "something is recorded here"),
@@ -277,26 +271,30 @@ impl Run<'_> {
     pub fn alloc_on_other_stream(&mut self, size: u64) {
         let answer = self.step.alloc_on(OTHER_STREAM, Bytes(size));
         assert_eq!(answer, Ok(Allocation::Elsewhere));
-        self.book.uncounted = true;
         self.compare_unless_queued();
     }
 
     /// Frees through the step, or through the function that needs none.
     pub fn free(&mut self, address: u64, through_step: bool) {
+        self.free_here(address, |step, address| {
+            if through_step { step.free(address) } else { memory_compiler::free(address) }
+        });
+    }
+
+    /// On the step's own thread, while work of another stream may still use it.
+    pub fn free_on_other_stream(&mut self, address: u64) {
+        self.free_here(address, |step, address| step.free_on(OTHER_STREAM, address));
+    }
+
+    fn free_here(&mut self, address: u64, free: impl FnOnce(&Step<'_>, Address) -> Result<(), Error>) {
         self.book.before_free(address);
-        let result = if through_step {
-            self.step.free(Address(address))
-        } else {
-            memory_compiler::free(Address(address))
-        };
+        let result = free(&self.step, Address(address));
         self.book.queued = false;
         if self.book.model.freed(address) {
             assert_eq!(result, Ok(()), "free of the live buffer at {address:#x}");
-            self.book.model.events += 1;
         } else {
             let reason = BadFree::NotLive;
             assert_eq!(result, Err(Error::BadFree { address: Address(address), reason }));
-            self.book.uncounted = true;
         }
         self.compare();
     }
@@ -305,11 +303,6 @@ impl Run<'_> {
     pub fn free_on_thread(&mut self, address: u64) {
         self.book
             .free_from_elsewhere(address, || on_thread(move || memory_compiler::free(Address(address))));
-    }
-
-    pub fn free_on_other_stream(&mut self, address: u64) {
-        let step = &self.step;
-        self.book.free_from_elsewhere(address, || step.free_on(OTHER_STREAM, Address(address)));
     }
 
     pub fn open(&mut self, name: &str) {
@@ -364,7 +357,7 @@ impl Run<'_> {
         book.model.end(true);
         let model = &book.model;
         let expected = StepReport {
-            events: if book.uncounted { report.events } else { model.events },
+            events: model.events,
             replayed: model.stats.replayed_step,
             recorded: model.stats.recorded_step,
             survivors: model.step_survivors,

@@ -4,8 +4,7 @@
 //! body of another step name, or runs the body: so the runs of a program are a base and its mutations,
 //! as the steps of a sampler are. Leaving out any record leaves a program, which is what shrinks well.
 
-use memory_compiler::Options;
-use memory_compiler::units::{Address, Bytes};
+use memory_compiler::{Address, Bytes, Options};
 
 use super::Expect;
 use super::pair::{Pair, Run};

@@ -14,8 +14,7 @@
 
 use std::collections::BTreeMap;
 
-use memory_compiler::Options;
-use memory_compiler::units::Bytes;
+use memory_compiler::{Bytes, Options};
 
 use crate::reference::Expect;
 use crate::reference::pair::{Pair, Run};

@@ -3,9 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use memory_compiler::device::{Call, StreamId};
-use memory_compiler::error::{BadFree, Error, Expected};
-use memory_compiler::units::{Address, Bytes};
-use memory_compiler::{Allocation, Compiler, Options};
+use memory_compiler::{Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Stats};
 
 use crate::reference::Expect;
 use crate::reference::devices::{Pattern, counting_host, limited_host};
@@ -191,7 +189,7 @@ fn case_28_ten_thousand_replays_grow_nothing() {
         }
     }
     let after = player.pair.compiler().stats();
-    let sizes = |stats: &memory_compiler::stats::Stats| {
+    let sizes = |stats: &Stats| {
         (
             (stats.live, stats.peak, stats.held, stats.floor, stats.virtual_bytes),
             (stats.states, stats.edges, stats.recorded_total, stats.device_calls_total),
