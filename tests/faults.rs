@@ -89,7 +89,7 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
         for error in &errors {
             match error {
                 Error::Device { call: failed, .. } => {
-                    assert!(call.is_none_or(|call| call == *failed), "{failed:?} did not fail");
+                    assert!(call.is_none_or(|call| call == *failed), "{call:?} failed, and {failed:?} was blamed");
                 }
                 Error::OutOfMemory { .. } => {}
                 other => panic!("not an error of the device: {other}"),
@@ -150,13 +150,14 @@ fn other_calls_may_fail() {
 /// Going away, a compiler can tell nobody that a call failed once, and leaves nothing behind.
 #[test]
 fn a_call_that_fails_once_while_the_compiler_goes_leaks_nothing() {
-    for n in 0.. {
+    let driver = DeviceError::Driver { call: Call::Unmap, code: 999 };
+    for (n, error) in (0..).flat_map(|n| [(n, &DeviceError::NotReady), (n, &driver)]) {
         let device = counting_host(GRANULE);
         let mut pair = Pair::over(device.clone(), device.clone(), small_options());
         assert_eq!(program(&mut pair), []);
         let survivors = pair.book.addresses();
         assert!(!survivors.is_empty());
-        arm(&device, None, n, &DeviceError::NotReady, Repeat::Once);
+        arm(&device, None, n, error, Repeat::Once);
         pair.drop_compiler();
         survivors.into_iter().for_each(|address| pair.free(address));
         let failures = device.upstream().failures();
@@ -166,6 +167,50 @@ fn a_call_that_fails_once_while_the_compiler_goes_leaks_nothing() {
             break;
         }
     }
+}
+
+/// Going back after a refused map is refused as well: the stray mapping must not pass for a whole window
+/// when the page is fetched again.
+#[test]
+fn a_page_that_could_neither_be_allowed_nor_unmapped_is_not_served() {
+    let device = counting_host(GRANULE);
+    let mut pair = Pair::over(device.clone(), device.clone(), small_options());
+    for _ in 0..2 {
+        let mut run = pair.begin("step");
+        let a = run.here(2 * PAGE);
+        run.free(a, true);
+        run.finish();
+    }
+    assert_eq!(pair.trim(), Bytes(2 * PAGE));
+    // A page is made and mapped; allowing it fails, and so does everything after.
+    arm(&device, None, 2, &DeviceError::Driver { call: Call::Allow, code: 999 }, Repeat::Always);
+    let mut run = pair.begin("step");
+    for _ in 0..3 {
+        let refused = run.try_alloc(2 * PAGE);
+        assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
+    }
+    device.upstream().disarm();
+    let a = run.here(2 * PAGE);
+    run.free(a, true);
+    run.finish();
+    pair.end();
+}
+
+/// A page is left under a stray mapping, and the next failure at the same place leaves another one.
+#[test]
+fn two_failures_at_one_place_lose_no_page() {
+    let device = counting_host(GRANULE);
+    let mut pair = Pair::over(device.clone(), device.clone(), small_options());
+    // Two pages are made, the first is mapped; mapping the second fails, and so does everything after.
+    arm(&device, None, 3, &DeviceError::Driver { call: Call::Map, code: 999 }, Repeat::Always);
+    let mut run = pair.begin("step");
+    for size in [2 * PAGE, PAGE, 2 * PAGE] {
+        let refused = run.try_alloc(size);
+        assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
+    }
+    device.upstream().disarm();
+    run.finish();
+    pair.end();
 }
 
 #[test]

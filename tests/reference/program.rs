@@ -4,7 +4,7 @@
 //! body of another step name, or runs the body: so the runs of a program are a base and its mutations,
 //! as the steps of a sampler are. Leaving out any record leaves a program, which is what shrinks well.
 
-use memory_compiler::{Address, Bytes, Options};
+use memory_compiler::{Address, Bytes, Options, Stats};
 
 use super::Expect;
 use super::pair::{Pair, Run};
@@ -115,7 +115,8 @@ impl Program {
     }
 
     /// Runs it against an engine and the model, on a device of its own whose books must end empty.
-    pub fn run(&self) {
+    /// Returns the model's numbers.
+    pub fn run(&self) -> Stats {
         let address_space = Bytes(self.granule << 16);
         let options = Options { strict: self.strict, address_space, ..Options::default() };
         let mut runner = Slots::default();
@@ -133,7 +134,9 @@ impl Program {
                 pair.free(address);
             }
         }
+        let stats = pair.book.model.stats.clone();
         pair.end();
+        stats
     }
 }
 

@@ -99,6 +99,8 @@ fn case_09_a_step_serves_its_own_thread_and_stream_only() {
         assert_eq!(run.step.alloc_on(StreamId(0), Bytes::mib(8)), Ok(Allocation::Elsewhere));
         run.free(other, true);
         run.free(own, true);
+        // The binding holds for later steps too.
+        run.step.use_stream(StreamId(0));
         assert_eq!(run.finish().breaks, 0);
     }
     assert_eq!(pair.compiler().stats().passed_through, 4);
