@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 
 use memory_compiler::device::adaptor::Streams;
 use memory_compiler::device::{Device, StreamId};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Snapshot, Step};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Expected, Options, Snapshot, Step};
 
 use reference::Expect;
 use reference::devices::{Pattern, counting_host};
@@ -93,6 +93,26 @@ fn a_survivor_in_the_way_moves_the_edge_once() {
     run.free(addresses[0], true);
     run.finish();
     assert_eq!(pair.compiler().stats().obstructed, 1);
+    pair.end();
+}
+
+#[test]
+fn a_buffer_at_a_surviving_position_is_a_survivor_only_after_its_step() {
+    let mut pair = Pair::new(GRANULE, Options::default());
+    pair.begin("step").finish();
+    let mut old = None;
+    for step in 0..4 {
+        let mut run = pair.begin("step");
+        let new = run.here(8 * MIB);
+        let stats = run.step.stats();
+        let survivors = u64::from(step > 0);
+        assert_eq!((stats.survivors, stats.survivor_bytes.0), (survivors, survivors * 8 * MIB), "step {step}");
+        if let Some(old) = old.replace(new) {
+            run.free(old, true);
+        }
+        assert_eq!(run.step.stats().survivors, 0, "only this step's own is live");
+        run.finish();
+    }
     pair.end();
 }
 
@@ -225,6 +245,33 @@ fn a_scope_without_a_step_means_nothing() {
     drop(own);
     step.finish().expect("the step ends well");
     runs_clean(&mut compiler);
+}
+
+#[test]
+fn a_strict_break_names_a_size_that_is_recorded_in_its_state() {
+    let options = Options { strict: true, ..Options::default() };
+    let mut compiler = Compiler::new(counting_host(GRANULE), options).expect("a compiler");
+    let step = compiler.begin("step").expect("a step");
+    let a = here(&step, 8 * MIB);
+    step.free(a).expect("live");
+    let b = here(&step, 16 * MIB);
+    step.free(b).expect("live");
+    step.finish().expect("the step ends well");
+    // While the 8 is live, nothing is recorded: a 16 would break as well.
+    let step = compiler.begin("step").expect("a step");
+    let a = here(&step, 8 * MIB);
+    let refused = |size| match step.alloc(Bytes(size)) {
+        Err(Error::Strict { expected, .. }) => expected,
+        other => panic!("that was never recorded: {other:?}"),
+    };
+    assert_eq!(refused(16 * MIB), Expected::Nothing);
+    assert_eq!(refused(24 * MIB), Expected::Nothing);
+    step.free(a).expect("live");
+    assert_eq!(refused(24 * MIB), Expected::Size(Bytes::mib(16)));
+    let b = here(&step, 16 * MIB);
+    step.free(b).expect("live");
+    assert_eq!(refused(24 * MIB), Expected::End);
+    step.finish().expect("the step ends well");
 }
 
 #[test]

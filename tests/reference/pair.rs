@@ -78,6 +78,9 @@ impl Pair {
         self.book.queued = false;
         let run = Run { scopes: Vec::new(), pauses: Vec::new(), step, book: &mut self.book, calls_before };
         run.compare();
+        let (stats, model) = (run.step.stats(), &run.book.model.stats);
+        let survivors = (model.survivors, model.survivor_bytes);
+        assert_eq!((stats.survivors, stats.survivor_bytes), survivors, "survivors at the step's begin");
         Ok(run)
     }
 
@@ -175,8 +178,9 @@ impl Book {
             recorded_total: stats.recorded_total,
             replayed_step: stats.replayed_step,
             replayed_total: stats.replayed_total,
-            survivors: stats.survivors,
-            survivor_bytes: stats.survivor_bytes,
+            // Compared when a step begins, and in a test of their own.
+            survivors: model.survivors,
+            survivor_bytes: model.survivor_bytes,
             survivor_positions: stats.survivor_positions,
             obstructed: stats.obstructed,
             bad_frees: stats.bad_frees,
