@@ -158,8 +158,12 @@ impl Arena {
                     for id in new {
                         drop(self.pages.give_back(id));
                     }
+                    // What is free now that everything taken for this place is back.
+                    let free = self.pages.device.memory().map(|info| info.free);
                     return Err(match error {
-                        DeviceError::OutOfMemory { info } => Refusal::OutOfMemory { free: info.free },
+                        DeviceError::OutOfMemory { info } => {
+                            Refusal::OutOfMemory { free: free.unwrap_or(info.free) }
+                        }
                         source => Refusal::Device { call: Call::Create, source },
                     });
                 }

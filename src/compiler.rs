@@ -4,7 +4,7 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, and below.
+//! May import: `engine`, `current`, and below; `hook/host` for the least threshold.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, Engine, OnError, Shared};
 use crate::error::Error;
+use crate::hook::host::SMALLEST_THRESHOLD;
 use crate::stats::{Stats, StepReport};
 use crate::units::{Address, Bytes};
 
@@ -24,15 +25,19 @@ pub struct Options {
     pub strict: bool,
     /// Most physical bytes that the compiler may own; `None` for what the device has.
     pub budget: Option<Bytes>,
+    /// The smallest buffer that the CPU hook serves; at least
+    /// [`SMALLEST_THRESHOLD`](crate::hook::host::SMALLEST_THRESHOLD). Smaller ones are many and cost
+    /// little where they are.
+    pub threshold: Bytes,
     /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
     /// make it smaller where the system refuses (`ulimit -v`, valgrind).
     pub address_space: Bytes,
 }
 
 impl Default for Options {
-    /// Not strict, no budget, 256 GiB of addresses.
+    /// Not strict, no budget, a threshold of 16 KiB, 256 GiB of addresses.
     fn default() -> Self {
-        Self { strict: false, budget: None, address_space: Bytes::gib(256) }
+        Self { strict: false, budget: None, threshold: Bytes::kib(16), address_space: Bytes::gib(256) }
     }
 }
 
@@ -66,6 +71,11 @@ impl Compiler {
         {
             return wrong("budget", format!("{budget} is less than one page of {granule}"));
         }
+        if options.threshold < SMALLEST_THRESHOLD {
+            let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);
+            return wrong("threshold", reason);
+        }
+        let host_threshold = if device.is_host_memory() { options.threshold } else { Bytes(u64::MAX) };
         let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget).map_err(|refusal| {
             match refusal {
                 crate::arena::Refusal::Device { call, source } => Error::Device { call, source },
@@ -74,7 +84,7 @@ impl Compiler {
         })?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);
-        Ok(Self { engine: Some(Box::new(Engine::new(shared, arena, options.strict))), serial: 0 })
+        Ok(Self { engine: Some(Box::new(Engine::new(shared, arena, options.strict, host_threshold))), serial: 0 })
     }
 
     fn engine(&mut self) -> Option<&mut Engine> {

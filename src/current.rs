@@ -28,6 +28,7 @@ thread_local! {
     static ACTIVE: ManuallyDrop<RefCell<Vec<Box<Engine>>>> =
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static BUSY: Cell<u32> = const { Cell::new(0) };
+    static PROBE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Engines that own addresses; never dropped.
@@ -106,16 +107,47 @@ pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
     ACTIVE.with(|active| active.try_borrow_mut().ok()?.last_mut().map(|engine| f(engine)))
 }
 
-/// Serves an allocation from the innermost step of this thread; `None` where there is none, or while
-/// the compiler itself allocates.
+/// Whether the compiler itself is at work on this thread.
+pub(crate) fn is_busy() -> bool {
+    BUSY.get() > 0
+}
+
+/// Serves an allocation of host memory from the innermost step of this thread that has any to give;
+/// `None` where there is none, for buffers below its threshold, and while the compiler itself
+/// allocates.
 #[inline]
-pub(crate) fn alloc(size: Bytes) -> Option<Address> {
+pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     if BUSY.get() > 0 {
+        PROBE.set(false);
         return None;
     }
-    match with_innermost(|engine| engine.alloc(size, OnError::Postpone))? {
-        Ok(Allocation::Here(address)) => Some(address),
-        Ok(Allocation::Elsewhere) | Err(_) => None,
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active.iter_mut().rev().find(|engine| engine.host_threshold <= size)?;
+        match engine.alloc(size, OnError::Postpone) {
+            Ok(Allocation::Here(address)) => Some(address),
+            Ok(Allocation::Elsewhere) | Err(_) => None,
+        }
+    })
+}
+
+/// Whether a compiler owns the address.
+pub(crate) fn owns(address: Address) -> bool {
+    may_own(address) && !is_busy() && owner(address).is_some()
+}
+
+/// Finds out whether this thread's allocations come past the CPU hook.
+#[derive(Debug)]
+pub(crate) struct Probe(Bookkeeping);
+
+impl Probe {
+    pub fn begin() -> Self {
+        PROBE.set(true);
+        Self(Bookkeeping::begin())
+    }
+
+    pub fn was_seen(&self) -> bool {
+        !PROBE.replace(false)
     }
 }
 

@@ -76,6 +76,14 @@ pub enum Error {
         /// Why it is bad.
         reason: BadFree,
     },
+    /// The hook that a compiler of host memory needs is not this binary's global allocator.
+    #[error(
+        "large buffers of this program do not reach the memory compiler; add to its main.rs:\n\
+         #[global_allocator]\n\
+         static MEMORY: memory_compiler::hook::host::ScopedAllocator = \
+         memory_compiler::hook::host::ScopedAllocator::new();"
+    )]
+    HookMissing,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,

@@ -1,6 +1,7 @@
 //! Records the allocations of a repeated inference step once and replays them.
 
 pub mod device;
+pub mod hook;
 pub mod trace;
 pub mod units;
 pub mod validate;

@@ -248,6 +248,10 @@ impl Device for Host {
         self.granule
     }
 
+    fn is_host_memory(&self) -> bool {
+        true
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.check_granules(Call::Reserve, Address(0), size)?;
         let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;

@@ -134,6 +134,10 @@ pub trait Device: Debug + Send + Sync {
     /// The smallest page that can be mapped, a power of two of at least 512 bytes.
     fn granule(&self) -> Bytes;
 
+    /// Whether the CPU can read and write its memory through the same addresses: only then may the
+    /// CPU hook hand them out.
+    fn is_host_memory(&self) -> bool;
+
     /// Reserves `size` bytes of addresses, aligned to the granule, without memory.
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError>;
 

@@ -88,6 +88,8 @@ pub(crate) struct Totals {
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub shared: Arc<Shared>,
+    /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
+    pub host_threshold: Bytes,
     tapes: Tapes,
     /// Hash of the state.
     hash: u128,
@@ -141,11 +143,12 @@ struct Active {
 }
 
 impl Engine {
-    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool) -> Self {
+    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool, host_threshold: Bytes) -> Self {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
             shared,
+            host_threshold,
             tapes: Tapes::default(),
             hash: 0,
             scopes: Scopes::default(),

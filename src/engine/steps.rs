@@ -123,6 +123,14 @@ impl Engine {
         self.fold_peak();
         self.close_scopes();
         self.step.calls = self.arena.calls() - active.calls_before;
+        let report = self.report();
+        self.totals.replayed += report.replayed;
+        if let Some(error) = active.error {
+            // Some of its buffers lie elsewhere: nothing to learn from.
+            self.tapes.leave();
+            self.last_aborted = true;
+            return Err(error);
+        }
         self.last_aborted = false;
         self.finished.insert(active.name);
         let safe = self.obstacles == 0 && !self.arena.is_trimmed() && self.step.recorded == 0;
@@ -147,9 +155,7 @@ impl Engine {
         branch.last_device_calls = self.step.calls;
         branch.peak = self.step.peak;
         branch.time += active.began.elapsed();
-        let report = self.report();
-        self.totals.replayed += report.replayed;
-        active.error.map_or(Ok(report), Err)
+        Ok(report)
     }
 
     /// Ends the active step without learning from it. Live buffers stay valid.

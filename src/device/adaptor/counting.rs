@@ -123,6 +123,10 @@ impl<D: Device> Device for Counting<D> {
         self.upstream.granule()
     }
 
+    fn is_host_memory(&self) -> bool {
+        self.upstream.is_host_memory()
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.counted(
             Call::Reserve,

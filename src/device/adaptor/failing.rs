@@ -170,6 +170,10 @@ impl<D: Device> Device for Failing<D> {
         self.upstream.granule()
     }
 
+    fn is_host_memory(&self) -> bool {
+        self.upstream.is_host_memory()
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))
     }

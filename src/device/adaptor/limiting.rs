@@ -41,7 +41,7 @@ impl<D: Device> Limiting<D> {
 
 impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
-        granule, reserve, unreserve, map, allow, unmap,
+        granule, is_host_memory, reserve, unreserve, map, allow, unmap,
         synchronise, fence, wait, write, read, fill);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.

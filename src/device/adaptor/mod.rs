@@ -39,6 +39,9 @@ macro_rules! forward {
         $( forward!(@ $method $self $upstream); )+
     };
     (@ granule $self:ident $upstream:expr) => { forward!(@@ granule() -> Bytes, $self $upstream); };
+    (@ is_host_memory $self:ident $upstream:expr) => {
+        forward!(@@ is_host_memory() -> bool, $self $upstream);
+    };
     (@ reserve $self:ident $upstream:expr) => {
         forward!(@@ reserve(size: Bytes) -> Result<Address, DeviceError>, $self $upstream);
     };
@@ -91,7 +94,7 @@ use forward;
 
 impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
-        granule, reserve, unreserve, create, release, map, allow, unmap,
+        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap,
         synchronise, fence, wait, memory, write, read, fill);
 }
 

@@ -219,7 +219,7 @@ fn split_mix(state: &mut u64) -> u64 {
 
 impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
+        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
 
     /// Runs everything that is enqueued.
     fn synchronise(&self) -> Result<(), DeviceError> {
