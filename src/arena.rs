@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 use crate::bits::BitSet;
 use crate::device::{Call, Device, DeviceError, PageId};
-use crate::pages::Pages;
+use crate::pages::{Pages, Refused};
 use crate::placer::{Place, Placer, Plan, Source, Space, Units};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -25,6 +25,12 @@ pub(crate) enum Refusal {
     OutOfMemory { free: Bytes },
     AddressSpace,
     Device { call: Call, source: DeviceError },
+}
+
+impl From<Refused> for Refusal {
+    fn from(Refused { call, source }: Refused) -> Self {
+        Self::Device { call, source }
+    }
 }
 
 /// See the module's page.
@@ -50,7 +56,7 @@ impl Arena {
         // Places are counted in 32-bit units: 2 TiB of addresses.
         let page_count = page_count.min(u32::MAX / page_units);
         let pages = Pages::reserve(device, Bytes(u64::from(page_count) * granule.0), page_count / 2)
-            .map_err(|source| Refusal::Device { call: Call::Reserve, source })?;
+            ?;
         Ok(Self {
             placer: Placer::new(page_units, page_count),
             pages,
@@ -137,7 +143,7 @@ impl Arena {
                 Source::New => new.next().expect("one page for each new frame"),
             })
             .collect();
-        self.pages.map(plan.maps[0].0, &ids).map_err(|source| Refusal::Device { call: Call::Map, source })?;
+        self.pages.map(plan.maps[0].0, &ids)?;
         let frames = self.placer.commit(plan);
         self.page_of.resize(self.placer.frame_count() as usize, None);
         for (frame, id) in frames.into_iter().zip(ids) {
@@ -153,18 +159,17 @@ impl Arena {
             match self.pages.take() {
                 Ok(id) => new.push(id),
                 // Idle memory of the other space goes first.
-                Err(DeviceError::OutOfMemory { .. }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
+                Err(Refused { source: DeviceError::OutOfMemory { .. }, .. }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
                 Err(error) => {
                     for id in new {
                         drop(self.pages.give_back(id));
                     }
                     // What is free now that everything taken for this place is back.
                     let free = self.pages.device.memory().map(|info| info.free);
-                    return Err(match error {
-                        DeviceError::OutOfMemory { info } => {
-                            Refusal::OutOfMemory { free: free.unwrap_or(info.free) }
-                        }
-                        source => Refusal::Device { call: Call::Create, source },
+                    return Err(match (error.source, free) {
+                        (DeviceError::OutOfMemory { .. }, Ok(free)) => Refusal::OutOfMemory { free },
+                        (DeviceError::OutOfMemory { info }, Err(_)) => Refusal::OutOfMemory { free: info.free },
+                        (source, _) => Refusal::Device { call: error.call, source },
                     });
                 }
             }
@@ -191,12 +196,12 @@ impl Arena {
         while self.pages.spare_count() < count as u64 {
             let Some(frame) = self.placer.loose_frame() else { break };
             if !waited {
-                self.pages.device.synchronise().map_err(|source| Refusal::Device { call: Call::Unmap, source })?;
+                self.pages.synchronise()?;
                 waited = true;
             }
             self.incomplete.insert(frame);
             self.trims += 1;
-            self.unmap_frame(frame).map_err(|source| Refusal::Device { call: Call::Unmap, source })?;
+            self.unmap_frame(frame)?;
             self.incomplete.remove(frame);
             self.placer.retire(frame);
             if let Some(id) = self.page_of[frame as usize].take() {
@@ -206,7 +211,7 @@ impl Arena {
         Ok(())
     }
 
-    fn unmap_frame(&mut self, frame: u32) -> Result<(), DeviceError> {
+    fn unmap_frame(&mut self, frame: u32) -> Result<(), Refused> {
         for i in 0..self.placer.aliases(frame).len() {
             let page = self.placer.aliases(frame)[i];
             if self.pages.is_mapped(page) {
@@ -229,11 +234,11 @@ impl Arena {
         (before - self.held().0) / self.granule().0
     }
 
-    fn trim_frames(&mut self, frames: &[u32]) -> Result<(), DeviceError> {
+    fn trim_frames(&mut self, frames: &[u32]) -> Result<(), Refused> {
         if frames.is_empty() {
             return Ok(());
         }
-        self.pages.device.synchronise()?;
+        self.pages.synchronise()?;
         for &frame in frames {
             self.incomplete.insert(frame);
             self.trims += 1;
@@ -249,7 +254,7 @@ impl Arena {
     pub fn trim(&mut self) -> Result<Bytes, Refusal> {
         let before = self.held().0;
         let idle: Vec<u32> = self.placer.idle_frames().filter(|&f| self.page_of[f as usize].is_some()).collect();
-        self.trim_frames(&idle).map_err(|source| Refusal::Device { call: Call::Unmap, source })?;
+        self.trim_frames(&idle)?;
         Ok(Bytes(before - self.held().0))
     }
 
@@ -278,7 +283,7 @@ impl Arena {
             for i in 0..self.placer.aliases(frame).len() {
                 let page = self.placer.aliases(frame)[i];
                 if !self.pages.is_mapped(page) {
-                    self.pages.map(page, &[id]).map_err(|source| Refusal::Device { call: Call::Map, source })?;
+                    self.pages.map(page, &[id])?;
                 }
             }
             self.incomplete.remove(frame);

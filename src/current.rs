@@ -19,7 +19,7 @@ use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use crate::device::StreamId;
+use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, Engine, Freed, OnError, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
@@ -186,7 +186,7 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
         if engine.stream != stream {
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
-                waited.map_err(|source| Error::Device { call: crate::device::Call::Unmap, source })
+                waited.map_err(|source| Error::Device { call: Call::Wait, source })
             });
             if let Err(error) = ordered {
                 return Some(Err(error));
@@ -197,9 +197,8 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
     here.unwrap_or_else(|| free_elsewhere(address, Some(stream)))
 }
 
-fn order(shared: &Shared, stream: StreamId) -> Result<crate::device::Fence, Error> {
-    let fence = shared.device.fence(stream);
-    fence.map_err(|source| Error::Device { call: crate::device::Call::Unmap, source })
+fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
+    shared.device.fence(stream).map_err(|source| Error::Device { call: Call::Fence, source })
 }
 
 /// Queues a free for the engine that owns the address, or applies it where the compiler is gone.

@@ -10,11 +10,18 @@
 use std::sync::Arc;
 
 use crate::bits::BitSet;
-use crate::device::{Device, DeviceError, PageId};
+use crate::device::{Call, Device, DeviceError, PageId};
 use crate::units::{Address, Bytes};
 
 /// How often a call that is "not ready" is tried.
 const TRIES: usize = 4;
+
+/// A call that the device refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub call: Call,
+    pub source: DeviceError,
+}
 
 /// The device's side of an arena: one reserved range, pages, mappings.
 #[derive(Debug)]
@@ -36,7 +43,7 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    pub fn reserve(device: Arc<dyn Device>, size: Bytes, split: u32) -> Result<Self, DeviceError> {
+    pub fn reserve(device: Arc<dyn Device>, size: Bytes, split: u32) -> Result<Self, Refused> {
         let granule = device.granule();
         let mut pages = Self {
             device,
@@ -50,7 +57,7 @@ impl Pages {
             owned: 0,
             calls: 0,
         };
-        pages.base = pages.call(|device| device.reserve(size))?;
+        pages.base = pages.call(Call::Reserve, |device| device.reserve(size))?;
         Ok(pages)
     }
 
@@ -69,7 +76,12 @@ impl Pages {
         self.spare.len() as u64
     }
 
+    /// Whether a virtual page has a mapping that belongs to its frame.
     pub fn is_mapped(&self, number: u32) -> bool {
+        self.has_mapping(number) && !self.strays.iter().any(|stray| stray.0 == number)
+    }
+
+    fn has_mapping(&self, number: u32) -> bool {
         if number < self.split { self.mapped[0].contains(number) } else { self.mapped[1].contains(number - self.split) }
     }
 
@@ -82,14 +94,32 @@ impl Pages {
         }
     }
 
-    fn call<T>(&mut self, call: impl Fn(&dyn Device) -> Result<T, DeviceError>) -> Result<T, DeviceError> {
+    fn call<T>(
+        &mut self,
+        call: Call,
+        make: impl Fn(&dyn Device) -> Result<T, DeviceError>,
+    ) -> Result<T, Refused> {
         let mut tries = TRIES;
         loop {
             self.calls += 1;
             tries -= 1;
-            match call(&*self.device) {
-                Err(DeviceError::NotReady) if tries > 0 => self.device.synchronise()?,
-                result => return result,
+            match make(&*self.device) {
+                Ok(made) => return Ok(made),
+                Err(DeviceError::NotReady) if tries > 0 => self.synchronise()?,
+                Err(source) => return Err(Refused { call, source }),
+            }
+        }
+    }
+
+    /// Waits for all work on the device: before anything that work may use is unmapped.
+    pub fn synchronise(&self) -> Result<(), Refused> {
+        let mut tries = TRIES;
+        loop {
+            tries -= 1;
+            match self.device.synchronise() {
+                Ok(()) => return Ok(()),
+                Err(DeviceError::NotReady) if tries > 0 => {}
+                Err(source) => return Err(Refused { call: Call::Synchronise, source }),
             }
         }
     }
@@ -99,16 +129,16 @@ impl Pages {
     }
 
     /// A page: a spare one, or one from the device.
-    pub fn take(&mut self) -> Result<PageId, DeviceError> {
+    pub fn take(&mut self) -> Result<PageId, Refused> {
         self.tidy();
         if let Some(page) = self.spare.pop() {
             return Ok(page);
         }
-        let page = match self.call(|device| device.create()) {
-            Err(DeviceError::OutOfMemory { .. }) => {
+        let page = match self.call(Call::Create, |device| device.create()) {
+            Err(Refused { source: DeviceError::OutOfMemory { .. }, .. }) => {
                 // Work that still runs may hold memory that is free already in program order.
-                self.device.synchronise()?;
-                self.call(|device| device.create())?
+                self.synchronise()?;
+                self.call(Call::Create, |device| device.create())?
             }
             result => result?,
         };
@@ -117,8 +147,8 @@ impl Pages {
     }
 
     /// Gives an unmapped page back to the device. A refused page stays spare.
-    pub fn give_back(&mut self, page: PageId) -> Result<(), DeviceError> {
-        match self.call(|device| device.release(page)) {
+    pub fn give_back(&mut self, page: PageId) -> Result<(), Refused> {
+        match self.call(Call::Release, |device| device.release(page)) {
             Ok(()) => {
                 self.owned -= 1;
                 Ok(())
@@ -137,19 +167,19 @@ impl Pages {
 
     /// Maps pages under consecutive virtual pages from `first` on and makes them accessible: all of
     /// them or none.
-    pub fn map(&mut self, first: u32, pages: &[PageId]) -> Result<(), DeviceError> {
+    pub fn map(&mut self, first: u32, pages: &[PageId]) -> Result<(), Refused> {
         self.tidy();
         for (i, &page) in pages.iter().enumerate() {
             let number = first + i as u32;
             let at = self.at(number);
-            if let Err(error) = self.call(|device| device.map(at, page)) {
+            if let Err(error) = self.call(Call::Map, |device| device.map(at, page)) {
                 self.undo(first, i as u32);
                 return Err(error);
             }
             self.set_mapped(number, true);
         }
         let (at, size) = (self.at(first), Bytes(pages.len() as u64 * self.granule.0));
-        if let Err(error) = self.call(|device| device.allow(at, size)) {
+        if let Err(error) = self.call(Call::Allow, |device| device.allow(at, size)) {
             self.undo(first, pages.len() as u32);
             return Err(error);
         }
@@ -165,9 +195,9 @@ impl Pages {
     }
 
     /// Takes the mapping of one virtual page away. The caller has waited for the device.
-    pub fn unmap(&mut self, number: u32) -> Result<(), DeviceError> {
+    pub fn unmap(&mut self, number: u32) -> Result<(), Refused> {
         let (at, granule) = (self.at(number), self.granule);
-        self.call(|device| device.unmap(at, granule))?;
+        self.call(Call::Unmap, |device| device.unmap(at, granule))?;
         self.set_mapped(number, false);
         Ok(())
     }
@@ -177,7 +207,7 @@ impl Pages {
     pub fn discard(&mut self, first: u32, pages: &[PageId]) {
         for (i, &page) in pages.iter().enumerate() {
             let number = first + i as u32;
-            match self.strays.iter_mut().find(|stray| stray.0 == number) {
+            match self.strays.iter_mut().find(|stray| stray.0 == number && stray.1.is_none()) {
                 Some(stray) => stray.1 = Some(page),
                 None => drop(self.give_back(page)),
             }
@@ -190,7 +220,7 @@ impl Pages {
             return;
         }
         for (number, page) in std::mem::take(&mut self.strays) {
-            if self.is_mapped(number) && self.unmap(number).is_err() {
+            if self.has_mapping(number) && self.unmap(number).is_err() {
                 self.strays.push((number, page));
             } else if let Some(page) = page {
                 drop(self.give_back(page));
@@ -200,20 +230,22 @@ impl Pages {
 
     /// Gives everything back: mappings, then `pages` and the spare ones, then the range.
     pub fn close(&mut self, pages: impl Iterator<Item = PageId>) {
-        let mut failed = self.device.synchronise().err();
+        let mut failed = self.synchronise().err();
         self.tidy();
         let split = self.split;
         let upper = self.mapped[1].iter().map(|number| number + split);
         let mapped: Vec<u32> = self.mapped[0].iter().chain(upper).collect();
         for run in mapped.chunk_by(|a, b| a + 1 == *b) {
             let (at, size) = (self.at(run[0]), Bytes(run.len() as u64 * self.granule.0));
-            match self.call(|device| device.unmap(at, size)) {
+            match self.call(Call::Unmap, |device| device.unmap(at, size)) {
                 Ok(()) => run.iter().for_each(|&number| self.set_mapped(number, false)),
                 // One bad mapping must not keep the others.
                 Err(error) => {
                     failed = Some(error);
                     for &number in run {
-                        drop(self.unmap(number));
+                        if self.unmap(number).is_err() {
+                            drop(self.unmap(number));
+                        }
                     }
                 }
             }
@@ -227,9 +259,14 @@ impl Pages {
             drop(self.give_back(page));
         }
         let (base, reserved) = (self.base, self.reserved);
-        failed = self.call(|device| device.unreserve(base, reserved)).err().or(failed);
-        if let Some(error) = failed {
-            tracing::warn!(%error, owned = self.owned, "device refused to take memory back");
+        for _ in 0..2 {
+            match self.call(Call::Unreserve, |device| device.unreserve(base, reserved)) {
+                Ok(()) => break,
+                Err(refused) => failed = Some(refused),
+            }
+        }
+        if let Some(Refused { call, source }) = failed {
+            tracing::warn!(?call, %source, owned = self.owned, "device refused to take memory back");
         }
     }
 }

@@ -108,6 +108,10 @@ pub(crate) struct Engine {
     outside: u64,
     outside_count: u64,
     obstacles: u64,
+    /// Placements that became live in the survivors' space in this step, and what of them still is.
+    young: Vec<u32>,
+    young_count: u64,
+    young_len: u64,
     peak: u64,
     own_peak: u64,
     outside_peak: u64,
@@ -161,6 +165,9 @@ impl Engine {
             outside: 0,
             outside_count: 0,
             obstacles: 0,
+            young: Vec::new(),
+            young_count: 0,
+            young_len: 0,
             peak: 0,
             own_peak: 0,
             outside_peak: 0,
@@ -251,9 +258,17 @@ impl Engine {
     fn free_outside(&mut self, number: u32) {
         let placement = &mut self.graph.placements[number as usize];
         let len = u64::from(placement.place.len);
-        if placement.kind == Kind::Obstacle {
-            placement.kind = Kind::Own;
-            self.obstacles -= 1;
+        match placement.kind {
+            Kind::Obstacle => {
+                placement.kind = Kind::Own;
+                self.obstacles -= 1;
+            }
+            Kind::Young => {
+                placement.kind = Kind::Survivor;
+                self.young_count -= 1;
+                self.young_len -= len;
+            }
+            Kind::Own | Kind::Survivor => {}
         }
         // `live` is already without it.
         self.fold_peak_at(self.live + len);

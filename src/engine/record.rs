@@ -2,6 +2,7 @@
 
 use super::{Allocation, Engine, OnError};
 use crate::error::{Error, Expected};
+use crate::graph::Kind;
 use crate::graph::tape::{Entry, SURVIVOR};
 use crate::placer::{Space, Units};
 use crate::scopes::Position;
@@ -72,9 +73,14 @@ impl Engine {
     fn expected(&self) -> Expected {
         let size = |len: Units| Expected::Size(Bytes(u64::from(len) * ALIGNMENT.0));
         match self.tapes.tape.get(self.tapes.cursor) {
-            Some(entry) => size(entry.len),
-            None if self.tapes.cursor == self.tapes.tape.len() => Expected::End,
-            None => self.graph.size(self.hash).map_or(Expected::Nothing, size),
+            Some(entry)
+                if entry.state == self.hash
+                    && (entry.edge != SURVIVOR || entry.context == self.scopes.context) =>
+            {
+                size(entry.len)
+            }
+            None if self.tapes.cursor == self.tapes.tape.len() && self.tapes.cursor > 0 => Expected::End,
+            _ => self.graph.size(self.hash).map_or(Expected::Nothing, size),
         }
     }
 
@@ -99,6 +105,10 @@ impl Engine {
         self.live += u64::from(len);
         self.outside += u64::from(len);
         self.outside_count += 1;
+        self.graph.placements[number as usize].kind = Kind::Young;
+        self.young.push(number);
+        self.young_count += 1;
+        self.young_len += u64::from(len);
         self.fold_peak();
         self.step.events += 1;
         self.step.allocs += 1;

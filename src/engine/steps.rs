@@ -18,6 +18,13 @@ impl Engine {
     pub fn begin(&mut self, name: &str) {
         debug_assert!(self.active.is_none());
         self.drain();
+        for number in self.young.drain(..) {
+            let kind = &mut self.graph.placements[number as usize].kind;
+            if *kind == Kind::Young {
+                *kind = Kind::Survivor;
+            }
+        }
+        (self.young_count, self.young_len) = (0, 0);
         self.settle_survivors();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
@@ -306,8 +313,8 @@ impl Engine {
             replayed_total: self.totals.replayed + if self.is_active() { report.replayed } else { 0 },
             device_calls_step: report.device_calls,
             device_calls_total: self.arena.calls(),
-            survivors: self.outside_count + if self.is_active() { 0 } else { self.own_count },
-            survivor_bytes: bytes(if self.is_active() { self.outside } else { self.live }),
+            survivors: if self.is_active() { self.outside_count - self.young_count } else { self.live_count() },
+            survivor_bytes: bytes(if self.is_active() { self.outside - self.young_len } else { self.live }),
             survivor_positions: self.survivors.len() as u64,
             obstructed: self.totals.obstructed,
             passed_through: self.totals.passed_through,

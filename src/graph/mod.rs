@@ -44,8 +44,10 @@ pub(crate) enum Kind {
     Own,
     /// In the step's space, but outlived its step: in the way, and in no state.
     Obstacle,
-    /// In the survivors' space: in no state.
+    /// In the survivors' space, and from an earlier step: in no state.
     Survivor,
+    /// In the survivors' space, and made in this step.
+    Young,
 }
 
 /// Where an allocation goes from a state.
