@@ -441,7 +441,7 @@ impl Run<'_> {
     }
 
     pub fn compare(&self) {
-        if self.book.thorough || self.book.model.events % 9973 == 0 {
+        if self.book.thorough || self.book.model.events.is_multiple_of(9973) {
             self.book.compare(&self.step.stats(), &self.step.snapshot());
         }
     }
