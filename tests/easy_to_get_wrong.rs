@@ -7,7 +7,9 @@ use std::sync::{Arc, mpsc};
 
 use memory_compiler::device::adaptor::Streams;
 use memory_compiler::device::{Device, StreamId};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Expected, Options, Snapshot, Step};
+use memory_compiler::{
+    Address, Allocation, Bytes, Compiler, Error, Expected, Options, Snapshot, Step,
+};
 
 use reference::Expect;
 use reference::devices::{Pattern, counting_host};
@@ -19,7 +21,10 @@ const GRANULE: Bytes = Bytes::mib(2);
 fn frames(snapshot: &Snapshot, address: u64, size: u64) -> BTreeSet<u32> {
     let first = (address - snapshot.base.0) / snapshot.granule.0;
     let count = size.div_ceil(snapshot.granule.0);
-    let under = snapshot.frames.iter().filter(|(page, _)| (first..first + count).contains(&u64::from(*page)));
+    let under = snapshot
+        .frames
+        .iter()
+        .filter(|(page, _)| (first..first + count).contains(&u64::from(*page)));
     under.map(|&(_, frame)| frame).collect()
 }
 
@@ -52,10 +57,17 @@ fn a_frame_that_is_live_through_another_window_is_in_the_way() {
     };
     let (_, first_a, c, shared) = step(false);
     assert!(shared, "the pages of a were used again");
-    assert!(first_a + 8 * MIB <= c || c + 16 * MIB <= first_a, "through another window");
+    assert!(
+        first_a + 8 * MIB <= c || c + 16 * MIB <= first_a,
+        "through another window"
+    );
     step(true);
     let (expect, a, ..) = step(false);
-    assert_eq!(expect, Expect::Recorded, "the recorded place of a shares frames with c, which is live");
+    assert_eq!(
+        expect,
+        Expect::Recorded,
+        "the recorded place of a shares frames with c, which is live"
+    );
     assert_ne!(a, first_a);
     let stats = pair.compiler().stats();
     assert_eq!((stats.obstructed, stats.survivors), (1, 1));
@@ -106,11 +118,19 @@ fn a_buffer_at_a_surviving_position_is_a_survivor_only_after_its_step() {
         let new = run.here(8 * MIB);
         let stats = run.step.stats();
         let survivors = u64::from(step > 0);
-        assert_eq!((stats.survivors, stats.survivor_bytes.0), (survivors, survivors * 8 * MIB), "step {step}");
+        assert_eq!(
+            (stats.survivors, stats.survivor_bytes.0),
+            (survivors, survivors * 8 * MIB),
+            "step {step}"
+        );
         if let Some(old) = old.replace(new) {
             run.free(old, true);
         }
-        assert_eq!(run.step.stats().survivors, 0, "only this step's own is live");
+        assert_eq!(
+            run.step.stats().survivors,
+            0,
+            "only this step's own is live"
+        );
         run.finish();
     }
     pair.end();
@@ -146,7 +166,11 @@ fn pending_read_sees(seed: u64, with_compiler: bool) -> Vec<u8> {
 #[test]
 fn a_place_freed_by_another_stream_is_taken_after_its_work() {
     for seed in 0..200 {
-        assert_eq!(pending_read_sees(seed, true), [0x11; 64], "order {seed} overwrote what was still read");
+        assert_eq!(
+            pending_read_sees(seed, true),
+            [0x11; 64],
+            "order {seed} overwrote what was still read"
+        );
     }
     // Without a fence between the two streams some order does, or the above proves nothing.
     assert!((0..200).any(|seed| pending_read_sees(seed, false) == [0x22; 64]));
@@ -169,13 +193,16 @@ fn a_place_freed_by_a_thread_is_taken_when_the_free_is_applied() {
 fn path(step: &Step<'_>) -> String {
     let _strict = memory_compiler::strict_scope("probe");
     match step.alloc(Bytes(123 * 512)) {
-        Err(Error::Strict { scope, .. }) => scope.strip_suffix("/probe").expect("the probe").to_owned(),
+        Err(Error::Strict { scope, .. }) => {
+            scope.strip_suffix("/probe").expect("the probe").to_owned()
+        }
         other => panic!("a size that no step has: {other:?}"),
     }
 }
 
 fn compiler_with_a_finished_step() -> Compiler {
-    let mut compiler = Compiler::new(counting_host(GRANULE), Options::default()).expect("a compiler");
+    let mut compiler =
+        Compiler::new(counting_host(GRANULE), Options::default()).expect("a compiler");
     let step = compiler.begin("step").expect("a step");
     let a = here(&step, MIB);
     step.free(a).expect("live");
@@ -203,7 +230,10 @@ fn runs_clean(compiler: &mut Compiler) {
 fn scopes_closed_out_of_order_are_counted_and_harmless() {
     let mut compiler = compiler_with_a_finished_step();
     let step = compiler.begin("step").expect("a step");
-    let (outer, inner) = (memory_compiler::scope("outer"), memory_compiler::scope("inner"));
+    let (outer, inner) = (
+        memory_compiler::scope("outer"),
+        memory_compiler::scope("inner"),
+    );
     drop(outer);
     let a = here(&step, MIB);
     drop(inner);
@@ -249,7 +279,10 @@ fn a_scope_without_a_step_means_nothing() {
 
 #[test]
 fn a_strict_break_names_a_size_that_is_recorded_in_its_state() {
-    let options = Options { strict: true, ..Options::default() };
+    let options = Options {
+        strict: true,
+        ..Options::default()
+    };
     let mut compiler = Compiler::new(counting_host(GRANULE), options).expect("a compiler");
     let step = compiler.begin("step").expect("a step");
     let a = here(&step, 8 * MIB);
@@ -276,7 +309,10 @@ fn a_strict_break_names_a_size_that_is_recorded_in_its_state() {
 
 #[test]
 fn two_compilers_on_one_thread_take_turns() {
-    let (mut left, mut right) = (Pair::new(GRANULE, Options::default()), Pair::new(GRANULE, Options::default()));
+    let (mut left, mut right) = (
+        Pair::new(GRANULE, Options::default()),
+        Pair::new(GRANULE, Options::default()),
+    );
     let mut kept: [Option<u64>; 2] = [None, None];
     for round in 0..6 {
         for (own, pair) in [&mut left, &mut right].into_iter().enumerate() {
@@ -289,7 +325,10 @@ fn two_compilers_on_one_thread_take_turns() {
             }
             run.free(other, false);
             let report = run.finish();
-            assert!(round < 3 || (report.breaks, report.device_calls) == (0, 0), "round {round}: {report:?}");
+            assert!(
+                round < 3 || (report.breaks, report.device_calls) == (0, 0),
+                "round {round}: {report:?}"
+            );
         }
     }
     // While one of them steps, a buffer of the other is freed on the same thread.
@@ -312,13 +351,24 @@ fn two_compilers_on_two_threads_free_each_others_buffers() {
     let work = |seed: u64, give: mpsc::Sender<(u64, u64)>, take: mpsc::Receiver<(u64, u64)>| {
         move || {
             let device = counting_host(Bytes(4096));
-            let options = Options { address_space: Bytes::gib(1), ..Options::default() };
+            let options = Options {
+                address_space: Bytes::gib(1),
+                ..Options::default()
+            };
             let mut compiler = Compiler::new(device.clone(), options).expect("a compiler");
             for round in 0..ROUNDS {
                 let step = compiler.begin("step").expect("a step");
                 let (gift, own) = (here(&step, 6000), here(&step, 20_000));
-                let (gift_pattern, own_pattern) =
-                    (Pattern { seed: seed + round, size: 6000 }, Pattern { seed: seed + round + 1, size: 20_000 });
+                let (gift_pattern, own_pattern) = (
+                    Pattern {
+                        seed: seed + round,
+                        size: 6000,
+                    },
+                    Pattern {
+                        seed: seed + round + 1,
+                        size: 20_000,
+                    },
+                );
                 gift_pattern.write(&*device, gift.0);
                 own_pattern.write(&*device, own.0);
                 gift_pattern.check(&*device, gift.0);

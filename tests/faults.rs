@@ -16,7 +16,10 @@ const PAGE: u64 = 4096;
 const GRANULE: Bytes = Bytes(PAGE);
 
 fn small_options() -> Options {
-    Options { address_space: Bytes::mib(64), ..Options::default() }
+    Options {
+        address_space: Bytes::mib(64),
+        ..Options::default()
+    }
 }
 
 /// Sizes of two shapes, a survivor position among them, whole pages and parts of pages.
@@ -52,7 +55,8 @@ fn program(pair: &mut Pair) -> Vec<Error> {
         }
         let keep = live.pop();
         live.into_iter().for_each(|address| run.free(address, true));
-        kept.drain(..kept.len().saturating_sub(1)).for_each(|address| run.free(address, true));
+        kept.drain(..kept.len().saturating_sub(1))
+            .for_each(|address| run.free(address, true));
         kept.extend(keep);
         run.finish();
     }
@@ -60,7 +64,12 @@ fn program(pair: &mut Pair) -> Vec<Error> {
 }
 
 fn out_of_memory() -> DeviceError {
-    DeviceError::OutOfMemory { info: MemoryInfo { free: Bytes(0), total: Bytes::mib(1) } }
+    DeviceError::OutOfMemory {
+        info: MemoryInfo {
+            free: Bytes(0),
+            total: Bytes::mib(1),
+        },
+    }
 }
 
 fn arm(device: &CountingHost, call: Option<Call>, n: u64, error: &DeviceError, repeat: Repeat) {
@@ -79,8 +88,15 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
         let mut pair = match Pair::try_over(device.clone(), device.clone(), small_options()) {
             Ok(pair) => pair,
             Err(refused) => {
-                assert!(matches!(refused, Error::Device { .. } | Error::OutOfMemory { .. }), "{refused}");
-                assert!(device.is_empty(), "a compiler that was not made holds {:?}", device.books());
+                assert!(
+                    matches!(refused, Error::Device { .. } | Error::OutOfMemory { .. }),
+                    "{refused}"
+                );
+                assert!(
+                    device.is_empty(),
+                    "a compiler that was not made holds {:?}",
+                    device.books()
+                );
                 continue;
             }
         };
@@ -89,16 +105,26 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
         for error in &errors {
             match error {
                 Error::Device { call: failed, .. } => {
-                    assert!(call.is_none_or(|call| call == *failed), "{call:?} failed, and {failed:?} was blamed");
+                    assert!(
+                        call.is_none_or(|call| call == *failed),
+                        "{call:?} failed, and {failed:?} was blamed"
+                    );
                 }
                 Error::OutOfMemory { .. } => {}
                 other => panic!("not an error of the device: {other}"),
             }
         }
-        assert!(failures > 0 || errors.is_empty(), "nothing failed, yet {errors:?}");
+        assert!(
+            failures > 0 || errors.is_empty(),
+            "nothing failed, yet {errors:?}"
+        );
 
         device.upstream().disarm();
-        assert_eq!(program(&mut pair), [], "the next steps work, after call {n} of {call:?} failed");
+        assert_eq!(
+            program(&mut pair),
+            [],
+            "the next steps work, after call {n} of {call:?} failed"
+        );
         pair.end();
         if failures == 0 {
             return n;
@@ -109,7 +135,10 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
 
 #[test]
 fn any_memory_call_may_fail_once() {
-    let driver = DeviceError::Driver { call: Call::Map, code: 999 };
+    let driver = DeviceError::Driver {
+        call: Call::Map,
+        code: 999,
+    };
     let calls = fail_each(None, &driver, Repeat::Once);
     assert!(calls > 50, "{calls} calls are few");
     assert_eq!(fail_each(None, &out_of_memory(), Repeat::Once), calls);
@@ -118,7 +147,10 @@ fn any_memory_call_may_fail_once() {
 
 #[test]
 fn all_memory_calls_may_fail_from_any_one_on() {
-    let driver = DeviceError::Driver { call: Call::Map, code: 999 };
+    let driver = DeviceError::Driver {
+        call: Call::Map,
+        code: 999,
+    };
     let calls = fail_each(None, &driver, Repeat::Always);
     assert!(calls > 50, "{calls} calls are few");
     assert_eq!(fail_each(None, &out_of_memory(), Repeat::Always), calls);
@@ -150,7 +182,10 @@ fn other_calls_may_fail() {
 /// Going away, a compiler can tell nobody that a call failed once, and leaves nothing behind.
 #[test]
 fn a_call_that_fails_once_while_the_compiler_goes_leaks_nothing() {
-    let driver = DeviceError::Driver { call: Call::Unmap, code: 999 };
+    let driver = DeviceError::Driver {
+        call: Call::Unmap,
+        code: 999,
+    };
     for (n, error) in (0..).flat_map(|n| [(n, &DeviceError::NotReady), (n, &driver)]) {
         let device = counting_host(GRANULE);
         let mut pair = Pair::over(device.clone(), device.clone(), small_options());
@@ -161,7 +196,11 @@ fn a_call_that_fails_once_while_the_compiler_goes_leaks_nothing() {
         pair.drop_compiler();
         survivors.into_iter().for_each(|address| pair.free(address));
         let failures = device.upstream().failures();
-        assert!(device.is_empty(), "call {n} failed once and left {:?}", device.books());
+        assert!(
+            device.is_empty(),
+            "call {n} failed once and left {:?}",
+            device.books()
+        );
         if failures == 0 {
             assert!(n > 0, "there is something to give back");
             break;
@@ -183,7 +222,16 @@ fn a_page_that_could_neither_be_allowed_nor_unmapped_is_not_served() {
     }
     assert_eq!(pair.trim(), Bytes(2 * PAGE));
     // A page is made and mapped; allowing it fails, and so does everything after.
-    arm(&device, None, 2, &DeviceError::Driver { call: Call::Allow, code: 999 }, Repeat::Always);
+    arm(
+        &device,
+        None,
+        2,
+        &DeviceError::Driver {
+            call: Call::Allow,
+            code: 999,
+        },
+        Repeat::Always,
+    );
     let mut run = pair.begin("step");
     for _ in 0..3 {
         let refused = run.try_alloc(2 * PAGE);
@@ -202,7 +250,16 @@ fn two_failures_at_one_place_lose_no_page() {
     let device = counting_host(GRANULE);
     let mut pair = Pair::over(device.clone(), device.clone(), small_options());
     // Two pages are made, the first is mapped; mapping the second fails, and so does everything after.
-    arm(&device, None, 3, &DeviceError::Driver { call: Call::Map, code: 999 }, Repeat::Always);
+    arm(
+        &device,
+        None,
+        3,
+        &DeviceError::Driver {
+            call: Call::Map,
+            code: 999,
+        },
+        Repeat::Always,
+    );
     let mut run = pair.begin("step");
     for size in [2 * PAGE, PAGE, 2 * PAGE] {
         let refused = run.try_alloc(size);
@@ -215,7 +272,10 @@ fn two_failures_at_one_place_lose_no_page() {
 
 #[test]
 fn an_allocation_over_the_budget_is_refused_with_true_numbers() {
-    let options = Options { budget: Some(Bytes::mib(16)), ..Options::default() };
+    let options = Options {
+        budget: Some(Bytes::mib(16)),
+        ..Options::default()
+    };
     let mut pair = Pair::new(Bytes::mib(2), options);
     let mut run = pair.begin("step");
     let a = run.here(8 << 20);
@@ -230,7 +290,11 @@ fn an_allocation_over_the_budget_is_refused_with_true_numbers() {
         budget: Bytes::mib(16),
     };
     assert_eq!(refused, Err(expected));
-    assert_eq!(run.book.counting.memory_calls(), calls, "the device was not asked");
+    assert_eq!(
+        run.book.counting.memory_calls(),
+        calls,
+        "the device was not asked"
+    );
     run.free(small, true);
     run.free(a, true);
     let all = run.here(16 << 20);
@@ -247,7 +311,10 @@ fn an_allocation_over_the_budget_is_refused_with_true_numbers() {
 
 #[test]
 fn a_survivor_over_the_budget_is_refused_with_true_numbers() {
-    let options = Options { budget: Some(Bytes::mib(16)), ..Options::default() };
+    let options = Options {
+        budget: Some(Bytes::mib(16)),
+        ..Options::default()
+    };
     let mut pair = Pair::new(Bytes::mib(2), options);
     for step in 0..2 {
         let mut run = pair.begin("step");
@@ -258,11 +325,24 @@ fn a_survivor_over_the_budget_is_refused_with_true_numbers() {
     }
     let mut run = pair.begin("step");
     let refused = run.try_alloc(8 << 20);
-    let Err(Error::OverBudget { asked, held, live, free, budget }) = refused else {
+    let Err(Error::OverBudget {
+        asked,
+        held,
+        live,
+        free,
+        budget,
+    }) = refused
+    else {
         panic!("there are two of them already: {refused:?}");
     };
-    assert_eq!((asked, live, budget), (Bytes::mib(8), Bytes::mib(16), Bytes::mib(16)));
-    assert_eq!((held.0, free.0), (run.book.held(), (16 << 20) - run.book.held()));
+    assert_eq!(
+        (asked, live, budget),
+        (Bytes::mib(8), Bytes::mib(16), Bytes::mib(16))
+    );
+    assert_eq!(
+        (held.0, free.0),
+        (run.book.held(), (16 << 20) - run.book.held())
+    );
     run.finish();
     pair.end();
 }
@@ -275,7 +355,13 @@ fn a_device_that_is_full_is_reported_with_true_numbers() {
     let (a, b) = (run.here(8 << 20), run.here(8 << 20));
     run.free(b, true);
     let refused = run.try_alloc(16 << 20);
-    let Err(Error::OutOfMemory { asked, held, live, free }) = refused else {
+    let Err(Error::OutOfMemory {
+        asked,
+        held,
+        live,
+        free,
+    }) = refused
+    else {
         panic!("20 MiB cannot hold 24: {refused:?}");
     };
     assert_eq!((asked, live), (Bytes::mib(16), Bytes::mib(8)));
@@ -291,13 +377,21 @@ fn a_device_that_is_full_is_reported_with_true_numbers() {
 #[test]
 fn an_address_space_that_is_used_up_is_a_typed_error() {
     let device = counting_host(GRANULE);
-    let options = Options { address_space: Bytes(64 * PAGE), ..Options::default() };
+    let options = Options {
+        address_space: Bytes(64 * PAGE),
+        ..Options::default()
+    };
     let mut compiler = Compiler::new(device.clone(), options).expect("a compiler");
     let step = compiler.begin("step").expect("a step");
     let refused = step.alloc(Bytes(65 * PAGE));
-    assert!(matches!(refused, Err(Error::AddressSpace { asked: Bytes(asked), .. }) if asked == 65 * PAGE), "{refused:?}");
+    assert!(
+        matches!(refused, Err(Error::AddressSpace { asked: Bytes(asked), .. }) if asked == 65 * PAGE),
+        "{refused:?}"
+    );
     let served = step.alloc(Bytes(2 * PAGE));
-    let Ok(Allocation::Here(Address(address))) = served else { panic!("{served:?}") };
+    let Ok(Allocation::Here(Address(address))) = served else {
+        panic!("{served:?}")
+    };
     step.free(Address(address)).expect("live");
     step.finish().expect("the step ends well");
     drop(compiler);

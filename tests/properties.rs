@@ -9,11 +9,11 @@ use reference::program::Program;
 /// Records rather than bytes, so that shrinking leaves out whole ones.
 fn programs() -> impl Strategy<Value = Program> {
     let record = any::<[u8; 4]>();
-    prop::collection::vec(record, 0..120).prop_map(|records| Program::decode(&records.concat()))
+    prop::collection::vec(record, 0..160).prop_map(|records| Program::decode(&records.concat()))
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
     #[test]
     fn every_program_is_served_as_the_model_says(program in programs()) {
@@ -30,11 +30,21 @@ fn the_programs_reach_every_kind_of_answer() {
     use reference::program::{Between, End, Event};
 
     let mut runner = TestRunner::deterministic();
-    let made: Vec<Program> =
-        (0..256).map(|_| programs().new_tree(&mut runner).expect("a program").current()).collect();
+    let made: Vec<Program> = (0..256)
+        .map(|_| {
+            programs()
+                .new_tree(&mut runner)
+                .expect("a program")
+                .current()
+        })
+        .collect();
     let steps = || made.iter().flat_map(|program| &program.steps);
     let events = || steps().flat_map(|step| &step.events);
-    assert!(events().count() > 256 * 100, "{} events are few", events().count());
+    assert!(
+        events().count() > 256 * 100,
+        "{} events are few",
+        events().count()
+    );
     assert!(made.iter().any(|program| program.strict));
     assert!(steps().any(|step| step.before.contains(&Between::Trim)));
     assert!(steps().any(|step| matches!(step.end, End::Abort { close_first: false })));
@@ -44,11 +54,21 @@ fn the_programs_reach_every_kind_of_answer() {
 
     let ran: Vec<Stats> = made.iter().map(Program::run).collect();
     let sum = |number: fn(&Stats) -> u64| ran.iter().map(number).sum::<u64>();
-    let (replayed, recorded) = (sum(|stats| stats.replayed_total), sum(|stats| stats.recorded_total));
-    assert!(replayed > recorded && recorded > 1000, "{replayed} replayed, {recorded} recorded");
+    let (replayed, recorded) = (
+        sum(|stats| stats.replayed_total),
+        sum(|stats| stats.recorded_total),
+    );
+    assert!(
+        replayed > recorded && recorded > 1000,
+        "{replayed} replayed, {recorded} recorded"
+    );
     assert!(sum(|stats| stats.breaks_total) > 100);
     assert!(sum(|stats| stats.survivor_positions) > 100);
-    assert!(sum(|stats| stats.obstructed) > 10, "{}", sum(|stats| stats.obstructed));
+    assert!(
+        sum(|stats| stats.obstructed) > 10,
+        "{}",
+        sum(|stats| stats.obstructed)
+    );
     assert!(sum(|stats| stats.bad_frees) > 100);
     assert!(sum(|stats| stats.aborts) > 10);
 }

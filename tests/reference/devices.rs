@@ -33,7 +33,9 @@ impl Pattern {
     pub fn write(self, device: &dyn Device, address: u64) {
         for (from, to) in self.spots(address, device.granule().0) {
             let wrote = device.write(Address(address + from), &self.bytes(from, to));
-            wrote.unwrap_or_else(|error| panic!("writing to the live buffer at {address:#x}: {error}"));
+            wrote.unwrap_or_else(|error| {
+                panic!("writing to the live buffer at {address:#x}: {error}")
+            });
         }
     }
 
@@ -43,7 +45,10 @@ impl Pattern {
             let mut seen = vec![0; expected.len()];
             let read = device.read(Address(address + from), &mut seen);
             read.unwrap_or_else(|error| panic!("reading the live buffer at {address:#x}: {error}"));
-            assert!(seen == expected, "bytes {from}..{to} of the live buffer at {address:#x} were overwritten");
+            assert!(
+                seen == expected,
+                "bytes {from}..{to} of the live buffer at {address:#x} were overwritten"
+            );
         }
     }
 
@@ -53,15 +58,32 @@ impl Pattern {
         }
         let mut borders = vec![0];
         let first = address.next_multiple_of(granule).max(address + 1);
-        borders.extend((first..address + self.size).step_by(granule as usize).map(|border| border - address));
+        borders.extend(
+            (first..address + self.size)
+                .step_by(granule as usize)
+                .map(|border| border - address),
+        );
         borders.push(self.size);
         let pages = borders.windows(2).filter(|page| page[0] < page[1]);
-        pages.flat_map(|page| [(page[0], page[1].min(page[0] + END)), (page[0].max(page[1] - page[1].min(END)), page[1])]).collect()
+        pages
+            .flat_map(|page| {
+                [
+                    (page[0], page[1].min(page[0] + END)),
+                    (page[0].max(page[1] - page[1].min(END)), page[1]),
+                ]
+            })
+            .collect()
     }
 
     /// A byte for each offset, other ones for each seed.
     fn bytes(self, from: u64, to: u64) -> Vec<u8> {
-        let word = |offset: u64| (self.seed << 20 ^ offset >> 3).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_be_bytes();
-        (from..to).map(|offset| word(offset)[offset as usize % 8]).collect()
+        let word = |offset: u64| {
+            (self.seed << 20 ^ offset >> 3)
+                .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+                .to_be_bytes()
+        };
+        (from..to)
+            .map(|offset| word(offset)[offset as usize % 8])
+            .collect()
     }
 }

@@ -8,14 +8,19 @@
 //! [`pair`] drives an engine and this model side by side, [`program`] makes programs of events.
 //! This folder uses the public API only and shares no code with the engine.
 
-#![allow(dead_code, reason = "each test binary uses its own part of this folder")]
+#![allow(
+    dead_code,
+    reason = "each test binary uses its own part of this folder"
+)]
 
 pub mod devices;
+mod memory;
 pub mod pair;
 pub mod program;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use memory::Memory;
 use memory_compiler::{Snapshot, Stats};
 
 /// Address and size class of a live buffer.
@@ -65,7 +70,6 @@ pub struct ScopeRun {
 /// The naive compiler.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
-    pub granule: u64,
     pub strict: bool,
     pub live: BTreeMap<u64, Buffer>,
     /// Numbers that `Stats` must show; fields that the model does not predict stay zero.
@@ -76,12 +80,7 @@ pub struct Model {
     pub step_survivors: u64,
     /// Source state and class to address and the tick at which it was recorded.
     edges: BTreeMap<(BTreeSet<Placement>, u64), (u64, u64)>,
-    /// Frame of each virtual page that an edge mentions: must never change.
-    pinned: BTreeMap<u64, u32>,
-    /// Owner of each physical byte: (frame, first byte in it) to (end, buffer).
-    owners: BTreeMap<(u32, u64), (u64, u64)>,
-    base: u64,
-    frames: BTreeMap<u64, u32>,
+    memory: Memory,
     marked: BTreeSet<Position>,
     finished: BTreeSet<String>,
     clock: u64,
@@ -93,7 +92,11 @@ pub struct Model {
 
 impl Model {
     pub fn new(granule: u64, strict: bool) -> Self {
-        Self { granule, strict, ..Self::default() }
+        Self {
+            strict,
+            memory: Memory::new(granule),
+            ..Self::default()
+        }
     }
 
     pub fn class(size: u64) -> u64 {
@@ -102,23 +105,47 @@ impl Model {
 
     /// The live placements of the step.
     pub fn state(&self) -> BTreeSet<Placement> {
-        let in_state = self.live.iter().filter(|(_, buffer)| buffer.home == Home::InState);
-        in_state.map(|(&address, buffer)| (address, buffer.class)).collect()
+        let in_state = self
+            .live
+            .iter()
+            .filter(|(_, buffer)| buffer.home == Home::InState);
+        in_state
+            .map(|(&address, buffer)| (address, buffer.class))
+            .collect()
     }
 
     pub fn path(&self) -> String {
-        self.scopes.iter().map(|scope| scope.name.as_str()).collect::<Vec<_>>().join("/")
+        let names = self.scopes.iter().map(|scope| scope.name.as_str());
+        names.collect::<Vec<_>>().join("/")
     }
 
     fn position(&self, class: u64) -> Position {
-        let n = self.scopes.last().and_then(|scope| scope.counts.get(&class));
+        let n = self
+            .scopes
+            .last()
+            .and_then(|scope| scope.counts.get(&class));
         (self.path(), class, n.copied().unwrap_or(0))
     }
 
     /// Classes that have an edge in the present state.
     pub fn answered(&self) -> BTreeSet<u64> {
         let state = self.state();
-        self.edges.keys().filter(|(from, _)| *from == state).map(|&(_, class)| class).collect()
+        let here = self.edges.keys().filter(|(from, _)| *from == state);
+        here.map(|&(_, class)| class).collect()
+    }
+
+    /// Does a buffer of an earlier step own a byte of this placement?
+    fn obstructed(&self, address: u64, class: u64) -> bool {
+        let mut owners = self.memory.owners_in(address, class).into_iter();
+        owners.any(|owner| self.live[&owner].home == Home::Obstacle)
+    }
+
+    fn pin(&mut self) {
+        let edges = self
+            .edges
+            .iter()
+            .map(|((_, class), &(address, _))| (address, *class));
+        self.memory.pin(edges);
     }
 
     pub fn predict(&self, size: u64) -> Expect {
@@ -141,39 +168,10 @@ impl Model {
         Expect::Recorded
     }
 
-    /// Does a buffer of an earlier step own a byte of this placement?
-    fn obstructed(&self, address: u64, class: u64) -> bool {
-        self.pieces(address, class).iter().any(|&(frame, from, to)| {
-            let mut owners = self.owners.range((frame, 0)..(frame, to)).filter(|(_, owner)| owner.0 > from);
-            owners.any(|(_, (_, owner))| self.live[owner].home == Home::Obstacle)
-        })
-    }
-
-    /// The frame bytes under a placement, page by page.
-    fn pieces(&self, address: u64, class: u64) -> Vec<(u32, u64, u64)> {
-        let (start, end) = (address - self.base, address - self.base + class);
-        let pages = start / self.granule..end.div_ceil(self.granule);
-        let piece = |page: u64| {
-            let frame = *self.frames.get(&page).unwrap_or_else(|| panic!("page {page} of {address:#x} has no frame"));
-            let first = page * self.granule;
-            (frame, start.max(first) - first, end.min(first + self.granule) - first)
-        };
-        pages.map(piece).collect()
-    }
-
-    /// Takes over which frames the engine has mapped where.
-    pub fn look(&mut self, snapshot: &Snapshot) {
-        self.base = snapshot.base.0;
-        self.frames = snapshot.frames.iter().map(|&(page, frame)| (page.into(), frame)).collect();
-        for (page, frame) in &self.pinned {
-            assert_eq!(self.frames.get(page), Some(frame), "the frame of page {page} changed although an edge mentions it");
-        }
-    }
-
     /// The engine answered as [`predict`](Self::predict) said. `after` is what it looks like since.
     pub fn allocated(&mut self, expect: Expect, size: u64, address: u64, after: Option<&Snapshot>) {
         let (class, key) = (Self::class(size), (self.state(), Self::class(size)));
-        let mut position = self.position(class);
+        let position = self.position(class);
         self.clock += 1;
         self.events += 1;
         if expect == Expect::Recorded && self.edges.remove(&key).is_some() {
@@ -181,7 +179,7 @@ impl Model {
             self.pin();
         }
         if let Some(snapshot) = after {
-            self.look(snapshot);
+            self.memory.look(snapshot);
         }
         match expect {
             Expect::Replayed(recorded) => {
@@ -207,50 +205,39 @@ impl Model {
             Expect::Survivor => self.step_survivors += 1,
             Expect::Elsewhere | Expect::Refused => unreachable!("nothing was allocated"),
         }
-        self.own(address, class);
+        self.memory.own(address, class);
         let scope = self.scopes.last_mut().expect("a step is active");
-        position.2 = *scope.counts.entry(class).and_modify(|n| *n += 1).or_insert(1) - 1;
-        let home = if expect == Expect::Survivor { Home::SurvivorRegion } else { Home::InState };
-        self.live.insert(address, Buffer { class, home, step: self.stats.steps, position });
+        scope.counts.insert(class, position.2 + 1);
+        let home = if expect == Expect::Survivor {
+            Home::SurvivorRegion
+        } else {
+            Home::InState
+        };
+        let step = self.stats.steps;
+        self.live.insert(
+            address,
+            Buffer {
+                class,
+                home,
+                step,
+                position,
+            },
+        );
         if expect == Expect::Survivor || expect == Expect::Recorded {
-            self.survivors_are_apart();
-        }
-        self.count_live();
-    }
-
-    /// No byte of a frame may belong to two buffers, and no frame may stand twice under one.
-    fn own(&mut self, address: u64, class: u64) {
-        let pieces = self.pieces(address, class);
-        let frames: BTreeSet<u32> = pieces.iter().map(|piece| piece.0).collect();
-        assert_eq!(frames.len(), pieces.len(), "a frame stands twice under the buffer at {address:#x}");
-        for (frame, from, to) in pieces {
-            let other = self.owners.range((frame, 0)..(frame, to)).find(|(_, owner)| owner.0 > from);
-            assert_eq!(other, None, "bytes {from}..{to} of frame {frame}, wanted by {address:#x}, have an owner");
-            self.owners.insert((frame, from), (to, address));
-        }
-    }
-
-    fn pin(&mut self) {
-        let pages = self.edges.iter().flat_map(|((_, class), &(address, _))| {
-            ((address - self.base) / self.granule..).zip(self.pieces(address, *class))
-        });
-        self.pinned = pages.map(|(page, piece)| (page, piece.0)).collect();
-    }
-
-    /// The frames of the survivor region appear in no edge.
-    fn survivors_are_apart(&self) {
-        let in_edges: BTreeSet<u32> = self.pinned.values().copied().collect();
-        for (address, buffer) in self.live.iter().filter(|(_, buffer)| buffer.home == Home::SurvivorRegion) {
-            for (frame, ..) in self.pieces(*address, buffer.class) {
-                assert!(!in_edges.contains(&frame), "an edge mentions frame {frame} of the survivor {address:#x}");
+            // The frames of the survivor region appear in no edge.
+            for (&address, buffer) in &self.live {
+                if buffer.home == Home::SurvivorRegion {
+                    self.memory.is_apart(address, buffer.class);
+                }
             }
         }
+        self.count_live();
     }
 
     /// Whether a buffer was live there; it no longer is.
     pub fn freed(&mut self, address: u64) -> bool {
         let live = self.live.remove(&address).is_some();
-        self.owners.retain(|_, owner| owner.1 != address);
+        self.memory.disown(address);
         self.stats.bad_frees += u64::from(!live);
         self.events += u64::from(live);
         self.count_live();
@@ -258,7 +245,10 @@ impl Model {
     }
 
     fn count_live(&mut self) {
-        let old = self.live.values().filter(|buffer| buffer.step < self.stats.steps);
+        let old = self
+            .live
+            .values()
+            .filter(|buffer| buffer.step < self.stats.steps);
         let live: u64 = self.live.values().map(|buffer| buffer.class).sum();
         self.stats.survivors = old.clone().count() as u64;
         self.stats.survivor_bytes.0 = old.map(|buffer| buffer.class).sum();
@@ -270,14 +260,17 @@ impl Model {
     }
 
     pub fn begin(&mut self, name: &str) {
-        for buffer in self.live.values_mut().filter(|buffer| buffer.home == Home::InState) {
-            buffer.home = Home::Obstacle;
-            if !self.aborted {
+        for buffer in self.live.values_mut() {
+            if buffer.home == Home::InState && !self.aborted {
                 self.marked.insert(buffer.position.clone());
+            }
+            if buffer.home == Home::InState {
+                buffer.home = Home::Obstacle;
             }
         }
         self.stats.steps += 1;
-        (self.stats.breaks_step, self.stats.recorded_step, self.stats.replayed_step) = (0, 0, 0);
+        (self.stats.breaks_step, self.stats.recorded_step) = (0, 0);
+        self.stats.replayed_step = 0;
         (self.events, self.step_peak, self.step_survivors) = (0, 0, 0);
         (self.run, self.paused, self.aborted) = (None, 0, false);
         self.scopes.clear();
@@ -286,7 +279,11 @@ impl Model {
     }
 
     pub fn open(&mut self, name: &str, strict: bool) {
-        self.scopes.push(ScopeRun { name: name.to_owned(), strict, counts: BTreeMap::new() });
+        self.scopes.push(ScopeRun {
+            name: name.to_owned(),
+            strict,
+            counts: BTreeMap::new(),
+        });
     }
 
     pub fn end(&mut self, finished: bool) {

@@ -12,7 +12,7 @@ use super::pair::{Pair, Run};
 /// Places to keep a buffer in. Allocating into a full one frees the old buffer after the new one is made.
 pub const SLOTS: usize = 12;
 /// Events that a program may have before it is cut off.
-pub const MOST_EVENTS: usize = 400;
+pub const MOST_EVENTS: usize = 600;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
@@ -40,7 +40,9 @@ pub enum End {
     Finish,
     /// … or from the last to the first.
     FinishReversed,
-    Abort { close_first: bool },
+    Abort {
+        close_first: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +54,30 @@ pub enum Between {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    Alloc { slot: usize, size: u64 },
-    AllocElsewhere { size: u64 },
-    Free { slot: usize, by: By },
+    Alloc {
+        slot: usize,
+        size: u64,
+    },
+    AllocElsewhere {
+        size: u64,
+    },
+    Free {
+        slot: usize,
+        by: By,
+    },
     /// Of an address inside a live buffer.
-    FreeInside { slot: usize, by: By },
+    FreeInside {
+        slot: usize,
+        by: By,
+    },
     /// Of the address freed last, if no buffer is live there again.
-    FreeAgain { by: By },
-    Open { name: &'static str, strict: bool },
+    FreeAgain {
+        by: By,
+    },
+    Open {
+        name: &'static str,
+        strict: bool,
+    },
     Close,
     Pause,
     Resume,
@@ -92,7 +110,8 @@ impl Program {
     /// Any bytes are a program.
     pub fn decode(bytes: &[u8]) -> Self {
         let mut records = bytes.chunks_exact(4);
-        let [head, freed, keep_low, keep_high] = records.next().map_or([0; 4], |r| [r[0], r[1], r[2], r[3]]);
+        let [head, freed, keep_low, keep_high] =
+            records.next().map_or([0; 4], |r| [r[0], r[1], r[2], r[3]]);
         let mut maker = Maker {
             granule: if head % 3 == 0 { 64 << 10 } else { 4 << 10 },
             bodies: Default::default(),
@@ -111,14 +130,23 @@ impl Program {
             }
         }
         let freed_before_drop = u16::from(freed) << 4 | u16::from(freed);
-        Self { granule: maker.granule, strict: head % 7 == 3, steps: maker.steps, freed_before_drop }
+        Self {
+            granule: maker.granule,
+            strict: head % 7 == 3,
+            steps: maker.steps,
+            freed_before_drop,
+        }
     }
 
     /// Runs it against an engine and the model, on a device of its own whose books must end empty.
     /// Returns the model's numbers.
     pub fn run(&self) -> Stats {
         let address_space = Bytes(self.granule << 16);
-        let options = Options { strict: self.strict, address_space, ..Options::default() };
+        let options = Options {
+            strict: self.strict,
+            address_space,
+            ..Options::default()
+        };
         let mut runner = Slots::default();
         let mut pair = Pair::new(Bytes(self.granule), options);
         for step in &self.steps {
@@ -159,23 +187,40 @@ impl Maker {
         let at = usize::from(a) * body.len() / 256;
         match code {
             0..80 => body.push(Event::Alloc { slot, size }),
-            80..115 => body.push(Event::Free { slot, by: By::from_byte(b) }),
+            80..115 => body.push(Event::Free {
+                slot,
+                by: By::from_byte(b),
+            }),
             115..135 => {
                 let next = (slot + 1) % SLOTS;
                 for _ in 0..1 + c % 4 {
-                    body.push(Event::Open { name, strict: false });
+                    body.push(Event::Open {
+                        name,
+                        strict: false,
+                    });
                     body.push(Event::Alloc { slot, size });
-                    body.push(Event::Alloc { slot: next, size: size / 2 + 512 });
+                    body.push(Event::Alloc {
+                        slot: next,
+                        size: size / 2 + 512,
+                    });
                     body.push(Event::Free { slot, by: By::Step });
                     body.push(Event::Close);
                 }
             }
-            135..142 => body.push(Event::Open { name, strict: b > 230 }),
+            135..142 => body.push(Event::Open {
+                name,
+                strict: b > 230,
+            }),
             142..148 => body.push(Event::Close),
             148..151 => body.push(Event::Pause),
             151..156 => body.push(Event::Resume),
-            156..160 => body.push(Event::FreeInside { slot, by: By::from_byte(b) }),
-            160..164 => body.push(Event::FreeAgain { by: By::from_byte(b) }),
+            156..160 => body.push(Event::FreeInside {
+                slot,
+                by: By::from_byte(b),
+            }),
+            160..164 => body.push(Event::FreeAgain {
+                by: By::from_byte(b),
+            }),
             164..167 => body.push(Event::AllocElsewhere { size }),
             167..176 if !body.is_empty() => drop(body.remove(at)),
             176..184 => {
@@ -197,13 +242,26 @@ impl Maker {
                     body.splice(at..at, block.iter().copied());
                 }
             }
-            195..200 => body.insert(at, Event::Alloc { slot: usize::from(c) % SLOTS, size }),
+            195..200 => body.insert(
+                at,
+                Event::Alloc {
+                    slot: usize::from(c) % SLOTS,
+                    size,
+                },
+            ),
             200..206 => self.present = slot % STEPS.len(),
-            206..212 => self.before.push(Between::Free { slot, thread: b % 2 == 0 }),
+            206..212 => self.before.push(Between::Free {
+                slot,
+                thread: b % 2 == 0,
+            }),
             212..214 => self.before.push(Between::FreeAgain),
             214..218 => self.before.push(Between::Trim),
             218..=255 => {
-                let keep = if b < 130 { 0 } else { u16::from(b).wrapping_mul(0x9E35) >> 3 };
+                let keep = if b < 130 {
+                    0
+                } else {
+                    u16::from(b).wrapping_mul(0x9E35) >> 3
+                };
                 let end = match c {
                     0..8 => End::Abort { close_first: false },
                     8..16 => End::Abort { close_first: true },
@@ -223,7 +281,13 @@ impl Maker {
         self.events += events.len();
         if self.events <= MOST_EVENTS {
             let before = std::mem::take(&mut self.before);
-            self.steps.push(StepRun { before, name: STEPS[self.present], events, keep, end });
+            self.steps.push(StepRun {
+                before,
+                name: STEPS[self.present],
+                events,
+                keep,
+                end,
+            });
         }
     }
 
@@ -289,7 +353,9 @@ impl Slots {
         let rest = (0..SLOTS).filter(|slot| plan.keep >> slot & 1 == 0);
         match plan.end {
             End::Finish => rest.for_each(|slot| self.free(&mut run, slot, By::Step)),
-            End::FinishReversed => rest.rev().for_each(|slot| self.free(&mut run, slot, By::Step)),
+            End::FinishReversed => rest
+                .rev()
+                .for_each(|slot| self.free(&mut run, slot, By::Step)),
             End::Abort { close_first } => return run.abort(close_first),
         }
         run.finish();
@@ -304,7 +370,9 @@ impl Slots {
     fn event(&mut self, run: &mut Run<'_>, event: Event) {
         match event {
             Event::Alloc { slot, size } => {
-                if let (Expect::Replayed(_) | Expect::Recorded | Expect::Survivor, address) = run.alloc(size) {
+                if let (Expect::Replayed(_) | Expect::Recorded | Expect::Survivor, address) =
+                    run.alloc(size)
+                {
                     self.free(run, slot, By::Step);
                     self.slots[slot] = address;
                 }
@@ -315,7 +383,14 @@ impl Slots {
                 let live = &run.book.model.live;
                 let inside = self.slots[slot].filter(|address| live[address].class > 512);
                 if let Some(address) = inside {
-                    free(run, Address(address).checked_add(Bytes(512)).expect("an address").0, by);
+                    free(
+                        run,
+                        Address(address)
+                            .checked_add(Bytes(512))
+                            .expect("an address")
+                            .0,
+                        by,
+                    );
                 }
             }
             Event::FreeAgain { by } => {
@@ -323,7 +398,10 @@ impl Slots {
                     free(run, address, by);
                 }
             }
-            Event::Open { name, strict: false } => run.open(name),
+            Event::Open {
+                name,
+                strict: false,
+            } => run.open(name),
             Event::Open { name, strict: true } => run.open_strict(name),
             Event::Close => run.close(),
             Event::Pause => run.pause(),

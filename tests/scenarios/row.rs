@@ -25,8 +25,15 @@ pub const GRANULE: Bytes = Bytes::mib(2);
 #[derive(Clone, Debug)]
 enum Word {
     Alloc(String, u64),
-    Free { name: String, only_if_live: bool },
-    Rename { from: String, to: String, only_if_live: bool },
+    Free {
+        name: String,
+        only_if_live: bool,
+    },
+    Rename {
+        from: String,
+        to: String,
+        only_if_live: bool,
+    },
     Open(String),
     Close,
 }
@@ -91,13 +98,17 @@ impl Log {
     /// Where the first buffer of that name was.
     pub fn address(&self, name: &str) -> u64 {
         let served = self.buffers.iter().find(|served| served.name == name);
-        served.and_then(|served| served.address).unwrap_or_else(|| panic!("no buffer {name} was served"))
+        served
+            .and_then(|served| served.address)
+            .unwrap_or_else(|| panic!("no buffer {name} was served"))
     }
 
     /// The buffers that outlived nothing.
     fn transient(&self) -> Vec<(&str, Option<u64>)> {
         let transient = self.buffers.iter().filter(|served| served.freed_in_step);
-        transient.map(|served| (served.name.as_str(), served.address)).collect()
+        transient
+            .map(|served| (served.name.as_str(), served.address))
+            .collect()
     }
 }
 
@@ -116,13 +127,24 @@ impl Row {
             if from(self.no_calls_from) {
                 assert_eq!(log.calls, 0, "calls of step {step}");
             }
-            let served_by_edges = log.buffers.iter().all(|served| matches!(served.expect, Expect::Replayed(_)));
-            assert!(!served_by_edges || log.calls == 0, "step {step} only replayed, and made {} calls", log.calls);
+            let served_by_edges = log
+                .buffers
+                .iter()
+                .all(|served| matches!(served.expect, Expect::Replayed(_)));
+            assert!(
+                !served_by_edges || log.calls == 0,
+                "step {step} only replayed, and made {} calls",
+                log.calls
+            );
             let earlier = (1..step).zip(&logs).find(|(number, earlier)| {
                 *number >= self.same_addresses_from && earlier.text == log.text
             });
             if let Some((number, earlier)) = earlier {
-                assert_eq!(earlier.transient(), log.transient(), "addresses of steps {number} and {step}");
+                assert_eq!(
+                    earlier.transient(),
+                    log.transient(),
+                    "addresses of steps {number} and {step}"
+                );
             }
         }
         player.check_held(&self.held);
@@ -143,13 +165,19 @@ impl Player {
     }
 
     pub fn with(options: Options) -> Self {
-        Self { pair: Pair::new(GRANULE, options), names: BTreeMap::new() }
+        Self {
+            pair: Pair::new(GRANULE, options),
+            names: BTreeMap::new(),
+        }
     }
 
     pub fn step(&mut self, text: &str) -> Log {
         let (name, words) = text.split_once(':').unwrap_or(("step", text));
         let mut run = self.pair.begin(name);
-        let mut log = Log { text: text.to_owned(), ..Log::default() };
+        let mut log = Log {
+            text: text.to_owned(),
+            ..Log::default()
+        };
         play(&mut run, &mut self.names, words, &mut log.buffers);
         let report = run.finish();
         self.pair.book.check_contents();
@@ -165,31 +193,53 @@ impl Player {
     pub fn check_held(&mut self, held: &Held) {
         let stats = self.pair.compiler().stats();
         let device = self.pair.book.held();
-        assert_eq!(stats.held.0, device, "held by the library's statistics and by the counting device");
+        assert_eq!(
+            stats.held.0, device,
+            "held by the library's statistics and by the counting device"
+        );
         match *held {
             Held::Peak | Held::Mib(_) => {
                 let peak = stats.peak.checked_round_up(GRANULE).expect("a size");
-                assert_eq!(Bytes(device), peak, "held is the most live bytes, rounded up");
+                assert_eq!(
+                    Bytes(device),
+                    peak,
+                    "held is the most live bytes, rounded up"
+                );
                 assert_eq!(stats.floor, peak, "and so is the floor");
                 if let Held::Mib(mib) = *held {
                     assert_eq!(peak, Bytes::mib(mib), "the table's number");
                 }
             }
             Held::AtMostMib(mib) => {
-                assert!(device <= mib * MIB, "held {} of at most {mib} MiB", Bytes(device));
+                assert!(
+                    device <= mib * MIB,
+                    "held {} of at most {mib} MiB",
+                    Bytes(device)
+                );
             }
         }
     }
 }
 
 /// Plays words inside a step.
-pub fn play(run: &mut Run<'_>, names: &mut BTreeMap<String, u64>, words: &str, served: &mut Vec<Served>) {
+pub fn play(
+    run: &mut Run<'_>,
+    names: &mut BTreeMap<String, u64>,
+    words: &str,
+    served: &mut Vec<Served>,
+) {
     for word in parse(words) {
         match word {
             Word::Alloc(name, size) => {
                 let scope = run.book.model.path();
                 let (expect, address) = run.alloc(size);
-                served.push(Served { name: name.clone(), scope, expect, address, freed_in_step: false });
+                served.push(Served {
+                    name: name.clone(),
+                    scope,
+                    expect,
+                    address,
+                    freed_in_step: false,
+                });
                 if let Some(address) = address {
                     let old = names.insert(name.clone(), address);
                     assert_eq!(old, None, "{name} is live already");
@@ -200,16 +250,28 @@ pub fn play(run: &mut Run<'_>, names: &mut BTreeMap<String, u64>, words: &str, s
                 assert!(address.is_some() || only_if_live, "{name} is not live");
                 if let Some(address) = address {
                     run.free(address, true);
-                    if let Some(own) = served.iter_mut().rev().find(|served| served.address == Some(address)) {
+                    if let Some(own) = served
+                        .iter_mut()
+                        .rev()
+                        .find(|served| served.address == Some(address))
+                    {
                         own.freed_in_step = true;
                     }
                 }
             }
-            Word::Rename { from, to, only_if_live } => {
+            Word::Rename {
+                from,
+                to,
+                only_if_live,
+            } => {
                 let address = names.remove(&from);
                 assert!(address.is_some() || only_if_live, "{from} is not live");
                 if let Some(address) = address {
-                    assert_eq!(names.insert(to.clone(), address), None, "{to} is live already");
+                    assert_eq!(
+                        names.insert(to.clone(), address),
+                        None,
+                        "{to} is live already"
+                    );
                 }
             }
             Word::Open(name) => run.open(&name),
@@ -225,7 +287,11 @@ fn parse(text: &str) -> Vec<Word> {
     for token in text.split_whitespace() {
         if let Some(head) = token.strip_suffix('{') {
             let (name, count) = head.split_once('*').unwrap_or((head, "1"));
-            open.push((name.to_owned(), count.parse().expect("a count"), std::mem::take(&mut words)));
+            open.push((
+                name.to_owned(),
+                count.parse().expect("a count"),
+                std::mem::take(&mut words),
+            ));
         } else if token == "}" {
             let (name, count, outer) = open.pop().expect("an open brace");
             let body = std::mem::replace(&mut words, outer);
@@ -244,13 +310,24 @@ fn parse(text: &str) -> Vec<Word> {
 
 impl Word {
     fn parse(token: &str) -> Self {
-        let (token, only_if_live) = token.strip_suffix('?').map_or((token, false), |token| (token, true));
+        let (token, only_if_live) = token
+            .strip_suffix('?')
+            .map_or((token, false), |token| (token, true));
         if let Some(name) = token.strip_prefix('-') {
-            Self::Free { name: name.to_owned(), only_if_live }
+            Self::Free {
+                name: name.to_owned(),
+                only_if_live,
+            }
         } else if let Some((from, to)) = token.split_once('>') {
-            Self::Rename { from: from.to_owned(), to: to.to_owned(), only_if_live }
+            Self::Rename {
+                from: from.to_owned(),
+                to: to.to_owned(),
+                only_if_live,
+            }
         } else {
-            let (name, size) = token.split_once('=').unwrap_or_else(|| panic!("what does {token} mean?"));
+            let (name, size) = token
+                .split_once('=')
+                .unwrap_or_else(|| panic!("what does {token} mean?"));
             Self::Alloc(name.to_owned(), size.split('+').map(size_of).sum())
         }
     }
@@ -259,12 +336,19 @@ impl Word {
         let numbered = |name: &String| name.replace('$', &turn.to_string());
         match self {
             Self::Alloc(name, size) => Self::Alloc(numbered(name), *size),
-            Self::Free { name, only_if_live } => {
-                Self::Free { name: numbered(name), only_if_live: *only_if_live }
-            }
-            Self::Rename { from, to, only_if_live } => {
-                Self::Rename { from: numbered(from), to: numbered(to), only_if_live: *only_if_live }
-            }
+            Self::Free { name, only_if_live } => Self::Free {
+                name: numbered(name),
+                only_if_live: *only_if_live,
+            },
+            Self::Rename {
+                from,
+                to,
+                only_if_live,
+            } => Self::Rename {
+                from: numbered(from),
+                to: numbered(to),
+                only_if_live: *only_if_live,
+            },
             Self::Open(name) => Self::Open(name.clone()),
             Self::Close => Self::Close,
         }
@@ -279,7 +363,12 @@ fn size_of(text: &str) -> u64 {
     };
     match number.split_once('.') {
         Some(("0", "5")) => unit / 2,
-        _ => number.parse::<u64>().unwrap_or_else(|_| panic!("{text} is no size")) * unit,
+        _ => {
+            number
+                .parse::<u64>()
+                .unwrap_or_else(|_| panic!("{text} is no size"))
+                * unit
+        }
     }
 }
 

@@ -3,7 +3,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use memory_compiler::device::{Call, StreamId};
-use memory_compiler::{Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Stats};
+use memory_compiler::{
+    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Stats,
+};
 
 use crate::reference::Expect;
 use crate::reference::devices::{Pattern, counting_host, limited_host};
@@ -15,11 +17,19 @@ fn case_06_steps_without_a_buffer_hold_nothing() {
     let mut player = Player::new();
     for text in ["", "a{ } b{ c{ } }", "zero=0", "a{ zero=0 }", ""] {
         let log = player.step(text);
-        assert!(log.buffers.iter().all(|served| served.expect == Expect::Elsewhere));
+        assert!(
+            log.buffers
+                .iter()
+                .all(|served| served.expect == Expect::Elsewhere)
+        );
     }
     player.check_held(&Held::Mib(0));
     let books = player.pair.book.counting.books();
-    assert!(books.calls(Call::Reserve) <= 1, "reserved {} times", books.calls(Call::Reserve));
+    assert!(
+        books.calls(Call::Reserve) <= 1,
+        "reserved {} times",
+        books.calls(Call::Reserve)
+    );
     assert_eq!((books.pages_created, books.mappings_alive), (0, 0));
     player.pair.end();
 }
@@ -38,15 +48,39 @@ fn case_07_other_scopes_around_the_same_buffers_are_no_break() {
     for text in variations {
         let log = player.step(text);
         assert_eq!(log.breaks, 0, "{text}");
-        let before = log.buffers.iter().map(|served| served.address).collect::<Vec<_>>();
-        assert_eq!(player.step(text).buffers.iter().map(|served| served.address).collect::<Vec<_>>(), before);
+        let before = log
+            .buffers
+            .iter()
+            .map(|served| served.address)
+            .collect::<Vec<_>>();
+        assert_eq!(
+            player
+                .step(text)
+                .buffers
+                .iter()
+                .map(|served| served.address)
+                .collect::<Vec<_>>(),
+            before
+        );
     }
     player.check_held(&Held::Mib(24));
     let stats = player.pair.compiler().stats();
-    let scope = |path: &str| stats.scopes.iter().find(|scope| scope.path == path).unwrap_or_else(|| panic!("{path}"));
-    assert_eq!((scope("step").runs, scope("step").peak), (12, Bytes::mib(24)));
+    let scope = |path: &str| {
+        stats
+            .scopes
+            .iter()
+            .find(|scope| scope.path == path)
+            .unwrap_or_else(|| panic!("{path}"))
+    };
+    assert_eq!(
+        (scope("step").runs, scope("step").peak),
+        (12, Bytes::mib(24))
+    );
     assert_eq!(scope("step/left").runs, 2);
-    assert_eq!((scope("step/left/right").runs, scope("step/left/right").peak), (2, Bytes::mib(24)));
+    assert_eq!(
+        (scope("step/left/right").runs, scope("step/left/right").peak),
+        (2, Bytes::mib(24))
+    );
     assert_eq!(scope("step/down").runs, 2 + 2 * 3 + 2);
     assert_eq!(scope("step/down/down/down/down").runs, 2);
     player.pair.end();
@@ -63,7 +97,10 @@ fn case_08_a_thousand_scopes_and_a_million_events_need_no_deep_stack() {
         let recorded = player.step(&deep);
         assert_eq!((recorded.recorded, recorded.breaks), (1000, 0));
         let replayed = player.step(&deep);
-        assert_eq!((replayed.recorded, replayed.breaks, replayed.calls), (0, 0, 0));
+        assert_eq!(
+            (replayed.recorded, replayed.breaks, replayed.calls),
+            (0, 0, 0)
+        );
 
         let mut run = player.pair.begin("long");
         run.open("scope");
@@ -78,8 +115,13 @@ fn case_08_a_thousand_scopes_and_a_million_events_need_no_deep_stack() {
         player.check_held(&Held::Peak);
         player.pair.end();
     };
-    let small = std::thread::Builder::new().stack_size(256 << 10).spawn(program);
-    small.expect("a thread").join().expect("256 KiB of stack suffice");
+    let small = std::thread::Builder::new()
+        .stack_size(256 << 10)
+        .spawn(program);
+    small
+        .expect("a thread")
+        .join()
+        .expect("256 KiB of stack suffice");
 }
 
 #[test]
@@ -96,7 +138,10 @@ fn case_09_a_step_serves_its_own_thread_and_stream_only() {
         let own = run.here(8 * MIB);
         run.step.use_stream(OTHER_STREAM);
         let other = run.here(8 * MIB);
-        assert_eq!(run.step.alloc_on(StreamId(0), Bytes::mib(8)), Ok(Allocation::Elsewhere));
+        assert_eq!(
+            run.step.alloc_on(StreamId(0), Bytes::mib(8)),
+            Ok(Allocation::Elsewhere)
+        );
         run.free(other, true);
         run.free(own, true);
         // The binding holds for later steps too.
@@ -110,7 +155,10 @@ fn case_09_a_step_serves_its_own_thread_and_stream_only() {
 
 #[test]
 fn case_17_strict_refuses_a_break_and_the_next_step_replays() {
-    let mut player = Player::with(Options { strict: true, ..Options::default() });
+    let mut player = Player::with(Options {
+        strict: true,
+        ..Options::default()
+    });
     let first = player.step("a=8 -a");
     let run = player.pair.begin("step");
     let refused = run.step.alloc(Bytes::mib(16));
@@ -124,7 +172,10 @@ fn case_17_strict_refuses_a_break_and_the_next_step_replays() {
     run.compare();
     run.finish();
     let next = player.step("a=8 -a");
-    assert_eq!((next.recorded, next.calls, next.address("a")), (0, 0, first.address("a")));
+    assert_eq!(
+        (next.recorded, next.calls, next.address("a")),
+        (0, 0, first.address("a"))
+    );
     player.check_held(&Held::Mib(8));
 
     // A strict scope refuses under a lenient step, and says where.
@@ -133,10 +184,19 @@ fn case_17_strict_refuses_a_break_and_the_next_step_replays() {
     let mut run = lenient.pair.begin("step");
     let h = run.here(8 * MIB);
     run.open_strict("inner");
-    let Err(Error::Strict { scope, event, asked, .. }) = run.step.alloc(Bytes::mib(16)) else {
+    let Err(Error::Strict {
+        scope,
+        event,
+        asked,
+        ..
+    }) = run.step.alloc(Bytes::mib(16))
+    else {
         panic!("the scope is strict");
     };
-    assert_eq!((scope.as_str(), event, asked), ("step/inner", 1, Bytes::mib(16)));
+    assert_eq!(
+        (scope.as_str(), event, asked),
+        ("step/inner", 1, Bytes::mib(16))
+    );
     run.close();
     let outside = run.here(16 * MIB);
     run.free(outside, true);
@@ -151,7 +211,10 @@ fn case_18_a_foreign_buffer_freed_inside_a_step_changes_nothing() {
     let mut player = Player::new();
     let outside = vec![0x5A_u8; 8 << 20];
     let address = Address(outside.as_ptr() as u64);
-    let unknown = Err(Error::BadFree { address, reason: BadFree::Unknown });
+    let unknown = Err(Error::BadFree {
+        address,
+        reason: BadFree::Unknown,
+    });
     let mut logs = Vec::new();
     for _ in 0..3 {
         let mut run = player.pair.begin("step");
@@ -166,7 +229,12 @@ fn case_18_a_foreign_buffer_freed_inside_a_step_changes_nothing() {
         assert_eq!(report.breaks_step, 0);
         let (model, step) = (&run.book.model, &run.step);
         assert_eq!(step.snapshot().live.len(), model.live.len());
-        logs.push(served.iter().map(|served| served.address).collect::<Vec<_>>());
+        logs.push(
+            served
+                .iter()
+                .map(|served| served.address)
+                .collect::<Vec<_>>(),
+        );
         run.book.model.stats.bad_frees = run.step.stats().bad_frees;
         run.finish();
     }
@@ -193,8 +261,19 @@ fn case_28_ten_thousand_replays_grow_nothing() {
     let after = player.pair.compiler().stats();
     let sizes = |stats: &Stats| {
         (
-            (stats.live, stats.peak, stats.held, stats.floor, stats.virtual_bytes),
-            (stats.states, stats.edges, stats.recorded_total, stats.device_calls_total),
+            (
+                stats.live,
+                stats.peak,
+                stats.held,
+                stats.floor,
+                stats.virtual_bytes,
+            ),
+            (
+                stats.states,
+                stats.edges,
+                stats.recorded_total,
+                stats.device_calls_total,
+            ),
             (stats.branches.len(), stats.scopes.len()),
         )
     };
@@ -207,13 +286,20 @@ fn case_28_ten_thousand_replays_grow_nothing() {
 #[test]
 fn case_29_two_compilers_keep_their_addresses() {
     let mut players = [Player::new(), Player::new()];
-    let texts = ["-kept? a=8 b=16 -a kept=8 -b", "-kept? a=24 kept=8 b=8 -b -a"];
+    let texts = [
+        "-kept? a=8 b=16 -a kept=8 -b",
+        "-kept? a=24 kept=8 b=8 -b -a",
+    ];
     let mut logs: [Vec<_>; 2] = Default::default();
     for round in 0..8 {
         for (own, text) in texts.iter().enumerate() {
             let log = players[own].step(text);
             if round >= 3 {
-                assert_eq!((log.breaks, log.calls), (0, 0), "round {round} of compiler {own}");
+                assert_eq!(
+                    (log.breaks, log.calls),
+                    (0, 0),
+                    "round {round} of compiler {own}"
+                );
             }
             logs[own].push((log.address("a"), log.address("b")));
         }
@@ -228,21 +314,27 @@ fn case_29_two_compilers_keep_their_addresses() {
         run.finish();
     }
     for log in &logs {
-        assert!(log[1..].iter().all(|addresses| *addresses == log[1]), "{log:x?}");
+        assert!(
+            log[1..].iter().all(|addresses| *addresses == log[1]),
+            "{log:x?}"
+        );
     }
-    let threads: Vec<_> = texts.map(|text| {
-        std::thread::spawn(move || {
-            let mut player = Player::new();
-            let first = player.step(text);
-            for _ in 0..50 {
-                assert_eq!(player.step(text).address("a"), first.address("a"));
-            }
-            player.pair.end();
+    let threads: Vec<_> = texts
+        .map(|text| {
+            std::thread::spawn(move || {
+                let mut player = Player::new();
+                let first = player.step(text);
+                for _ in 0..50 {
+                    assert_eq!(player.step(text).address("a"), first.address("a"));
+                }
+                player.pair.end();
+            })
         })
-    })
-    .into_iter()
-    .collect();
-    threads.into_iter().for_each(|thread| thread.join().expect("each keeps its addresses"));
+        .into_iter()
+        .collect();
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().expect("each keeps its addresses"));
     players.into_iter().for_each(|player| player.pair.end());
 }
 
@@ -274,7 +366,11 @@ fn case_30_the_books_return_to_the_start_when_the_last_survivor_goes() {
             pair.book.check_contents();
             pair.free_on_thread(address);
         }
-        assert!(counting.is_empty(), "round {round} left {:?}", counting.books());
+        assert!(
+            counting.is_empty(),
+            "round {round} left {:?}",
+            counting.books()
+        );
         pair.end();
     }
 }
@@ -317,12 +413,17 @@ fn case_31_a_panic_and_an_early_return_abort() {
     let counting = counting_host(GRANULE);
     let mut compiler = Compiler::new(counting.clone(), Options::default()).expect("a compiler");
     let mut kept = Vec::new();
-    let pattern = |address: Address| Pattern { seed: address.0 / 512, size: 8 * MIB };
+    let pattern = |address: Address| Pattern {
+        seed: address.0 / 512,
+        size: 8 * MIB,
+    };
 
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let step = compiler.begin("step").expect("a step");
         let _scope = memory_compiler::scope("inner");
-        let Ok(Allocation::Here(address)) = step.alloc(Bytes::mib(8)) else { panic!("served") };
+        let Ok(Allocation::Here(address)) = step.alloc(Bytes::mib(8)) else {
+            panic!("served")
+        };
         pattern(address).write(&*counting, address.0);
         kept.push(address);
         std::panic::resume_unwind(Box::new("the step fails"));
@@ -332,18 +433,25 @@ fn case_31_a_panic_and_an_early_return_abort() {
     let early = |compiler: &mut Compiler, kept: &mut Vec<Address>| -> Result<(), Error> {
         let step = compiler.begin("step")?;
         let _scope = memory_compiler::scope("inner");
-        let Allocation::Here(address) = step.alloc(Bytes::mib(8))? else { panic!("served") };
+        let Allocation::Here(address) = step.alloc(Bytes::mib(8))? else {
+            panic!("served")
+        };
         pattern(address).write(&*counting, address.0);
         kept.push(address);
         step.free(Address(512))?;
         unreachable!("that free is bad");
     };
-    assert!(matches!(early(&mut compiler, &mut kept), Err(Error::BadFree { .. })));
+    assert!(matches!(
+        early(&mut compiler, &mut kept),
+        Err(Error::BadFree { .. })
+    ));
 
     let closure: Result<(), Error> = compiler.step(|| Err(Error::NoStep));
     assert_eq!(closure, Err(Error::NoStep));
     let unwound = catch_unwind(AssertUnwindSafe(|| {
-        compiler.step_named("other", || -> Result<(), Error> { std::panic::resume_unwind(Box::new("again")) })
+        compiler.step_named("other", || -> Result<(), Error> {
+            std::panic::resume_unwind(Box::new("again"))
+        })
     }));
     assert!(unwound.is_err());
     assert_eq!(compiler.stats().aborts, 4);
@@ -390,7 +498,12 @@ fn case_35_a_growing_buffer_uses_up_neither_addresses_nor_mappings() {
     for round in 2..=100 {
         let log = player.step(&text);
         assert_eq!((log.breaks, log.calls), (0, 0), "round {round}");
-        assert!(log.buffers.iter().zip(&first.buffers).all(|(now, then)| now.address == then.address));
+        assert!(
+            log.buffers
+                .iter()
+                .zip(&first.buffers)
+                .all(|(now, then)| now.address == then.address)
+        );
     }
     assert_eq!(player.pair.compiler().stats().virtual_bytes, virtual_bytes);
     let mappings = player.pair.book.counting.books().mappings_alive;
@@ -413,7 +526,11 @@ fn case_36_a_full_device_is_a_typed_error_and_a_smaller_retry_works() {
         free: Bytes::mib(256),
     };
     assert_eq!(failed, Err(expected));
-    assert_eq!(run.book.held(), 256 * MIB, "the pages created for b were given back");
+    assert_eq!(
+        run.book.held(),
+        256 * MIB,
+        "the pages created for b were given back"
+    );
     run.free(a, true);
     let (small, large) = (run.here(128 * MIB), run.here(192 * MIB));
     run.free(large, true);
@@ -426,7 +543,18 @@ fn case_36_a_full_device_is_a_typed_error_and_a_smaller_retry_works() {
 /// The player itself: a text means what the table in `row` says.
 #[test]
 fn the_text_of_a_step_means_what_it_says() {
-    let logs = Row { steps: steps(&["s: in*2{ k$=1 } k2>k? -k -k1 -gone? *2{ x=1+1B -x }"]), ..Row::default() }.check();
-    let names: Vec<_> = logs[0].buffers.iter().map(|served| (served.name.as_str(), served.scope.as_str())).collect();
-    assert_eq!(names, [("k1", "s/in"), ("k2", "s/in"), ("x", "s"), ("x", "s")]);
+    let logs = Row {
+        steps: steps(&["s: in*2{ k$=1 } k2>k? -k -k1 -gone? *2{ x=1+1B -x }"]),
+        ..Row::default()
+    }
+    .check();
+    let names: Vec<_> = logs[0]
+        .buffers
+        .iter()
+        .map(|served| (served.name.as_str(), served.scope.as_str()))
+        .collect();
+    assert_eq!(
+        names,
+        [("k1", "s/in"), ("k2", "s/in"), ("x", "s"), ("x", "s")]
+    );
 }

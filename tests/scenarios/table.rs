@@ -19,8 +19,17 @@ fn case_01_a_replayed_step_holds_its_peak_and_calls_no_driver() {
 #[test]
 fn case_02_a_repeated_scope_replays_within_the_step_that_records_it() {
     let step = "first=8 second=16 -second inner*3{ a=8 b=8 -a c=16 -b -c } last=8 -last -first";
-    let logs = Row { steps: times(3, step), held: Held::Mib(32), ..Row::default() }.check();
-    let inner: Vec<_> = logs[0].buffers.iter().filter(|served| served.scope == "step/inner").collect();
+    let logs = Row {
+        steps: times(3, step),
+        held: Held::Mib(32),
+        ..Row::default()
+    }
+    .check();
+    let inner: Vec<_> = logs[0]
+        .buffers
+        .iter()
+        .filter(|served| served.scope == "step/inner")
+        .collect();
     assert_eq!(inner.len(), 9);
     for served in &inner[3..] {
         assert!(matches!(served.expect, Expect::Replayed(_)), "{served:?}");
@@ -29,15 +38,29 @@ fn case_02_a_repeated_scope_replays_within_the_step_that_records_it() {
 
 #[test]
 fn case_03_a_buffer_of_a_repeated_scope_has_one_address() {
-    let logs = Row { steps: times(3, "block*3{ a=1 -a }"), held: Held::Mib(2), ..Row::default() }.check();
+    let logs = Row {
+        steps: times(3, "block*3{ a=1 -a }"),
+        held: Held::Mib(2),
+        ..Row::default()
+    }
+    .check();
     let first = logs[0].address("a");
-    assert!(logs.iter().flat_map(|log| &log.buffers).all(|served| served.address == Some(first)));
+    assert!(
+        logs.iter()
+            .flat_map(|log| &log.buffers)
+            .all(|served| served.address == Some(first))
+    );
 }
 
 #[test]
 fn case_04_a_changed_size_breaks_once() {
     Row {
-        steps: steps(&["block{ a=1 -a }", "block{ a=2 -a }", "block{ a=1 -a }", "block{ a=2 -a }"]),
+        steps: steps(&[
+            "block{ a=1 -a }",
+            "block{ a=2 -a }",
+            "block{ a=1 -a }",
+            "block{ a=2 -a }",
+        ]),
         breaks: vec![0, 1, 0, 0],
         no_calls_from: 3,
         held: Held::Mib(2),
@@ -50,19 +73,33 @@ fn case_04_a_changed_size_breaks_once() {
 fn case_05_one_more_turn_of_an_inner_scope_is_no_break() {
     let two = "outer*2{ o=8 inner*2{ i=8 -i } -o }";
     let three = "outer*2{ o=8 inner*3{ i=8 -i } -o }";
-    Row { steps: steps(&[two, three, two, three]), breaks: vec![0; 4], held: Held::Mib(16), ..Row::default() }
-        .check();
+    Row {
+        steps: steps(&[two, three, two, three]),
+        breaks: vec![0; 4],
+        held: Held::Mib(16),
+        ..Row::default()
+    }
+    .check();
 }
 
 #[test]
 fn case_10_a_byte_too_many_costs_a_page_and_no_more() {
-    Row { steps: times(3, "a=8+1B -a b=24+1B -b"), held: Held::Mib(26), ..Row::default() }.check();
+    Row {
+        steps: times(3, "a=8+1B -a b=24+1B -b"),
+        held: Held::Mib(26),
+        ..Row::default()
+    }
+    .check();
 }
 
 #[test]
 fn case_11_a_small_buffer_takes_the_place_of_a_freed_one() {
-    let logs = Row { steps: times(3, "one=1 two=2 -one half=0.5 -half -two"), held: Held::Mib(4), ..Row::default() }
-        .check();
+    let logs = Row {
+        steps: times(3, "one=1 two=2 -one half=0.5 -half -two"),
+        held: Held::Mib(4),
+        ..Row::default()
+    }
+    .check();
     assert_eq!(logs[0].address("one"), logs[0].address("half"));
 }
 
@@ -88,13 +125,22 @@ fn case_13_one_more_buffer_at_once_leaves_the_first_where_it_was() {
         ..Row::default()
     }
     .check();
-    assert!(logs.iter().all(|log| log.address("a") == logs[0].address("a")));
+    assert!(
+        logs.iter()
+            .all(|log| log.address("a") == logs[0].address("a"))
+    );
 }
 
 #[test]
 fn case_14_a_missing_allocation_is_no_break() {
     let (both, one) = ("a=8 -a b=8 -b", "a=8 -a");
-    Row { steps: steps(&[both, one, both, one]), breaks: vec![0; 4], held: Held::Mib(8), ..Row::default() }.check();
+    Row {
+        steps: steps(&[both, one, both, one]),
+        breaks: vec![0; 4],
+        held: Held::Mib(8),
+        ..Row::default()
+    }
+    .check();
 }
 
 #[test]
@@ -112,7 +158,10 @@ fn case_15_a_free_is_never_a_break() {
 
 #[test]
 fn case_16_a_new_path_joins_the_old_state_and_the_tail_keeps_its_address() {
-    let (eight, sixteen) = ("h=8 inner{ x=8 -x } tail=8 -tail -h", "h=8 inner{ x=16 -x } tail=8 -tail -h");
+    let (eight, sixteen) = (
+        "h=8 inner{ x=8 -x } tail=8 -tail -h",
+        "h=8 inner{ x=16 -x } tail=8 -tail -h",
+    );
     let logs = Row {
         steps: steps(&[eight, sixteen, eight]),
         breaks: vec![0, 1, 0],
@@ -121,21 +170,37 @@ fn case_16_a_new_path_joins_the_old_state_and_the_tail_keeps_its_address() {
         ..Row::default()
     }
     .check();
-    assert!(logs.iter().all(|log| log.address("tail") == logs[0].address("tail")));
+    assert!(
+        logs.iter()
+            .all(|log| log.address("tail") == logs[0].address("tail"))
+    );
     assert_eq!(logs[1].recorded, 1);
 }
 
 #[test]
 fn case_19_a_buffer_may_be_freed_in_another_scope_than_it_was_made_in() {
-    Row { steps: times(3, "outer{ a=8 inner{ -a b=16 } -b }"), held: Held::Mib(16), ..Row::default() }.check();
+    Row {
+        steps: times(3, "outer{ a=8 inner{ -a b=16 } -b }"),
+        held: Held::Mib(16),
+        ..Row::default()
+    }
+    .check();
 }
 
 #[test]
 fn case_20_a_chain_of_blocks_replays_from_its_fourth_block_on() {
     let step = "h=24 *40{ block{ x=96 y=48 n=24 -y -x } -h n>h } -h";
-    let logs = Row { steps: times(2, step), held: Held::Mib(24 + 96 + 48 + 24), ..Row::default() }.check();
+    let logs = Row {
+        steps: times(2, step),
+        held: Held::Mib(24 + 96 + 48 + 24),
+        ..Row::default()
+    }
+    .check();
     for (index, served) in logs[0].buffers.iter().enumerate().skip(1 + 3 * 3) {
-        assert!(matches!(served.expect, Expect::Replayed(_)), "buffer {index}: {served:?}");
+        assert!(
+            matches!(served.expect, Expect::Replayed(_)),
+            "buffer {index}: {served:?}"
+        );
     }
     assert_eq!(logs[0].peak, (24 + 96 + 48 + 24) * MIB);
 }
@@ -180,7 +245,11 @@ fn case_23_what_every_step_keeps_for_ever_is_rounded_in_total() {
     for (number, log) in (1..).zip(&logs) {
         // The step's own 8 and the first of the kept, then what the survivors add up to.
         let survivors = ((number - 1) * (64 << 10) as u64).next_multiple_of(2 * MIB);
-        assert!(log.held <= 10 * MIB + survivors, "step {number} holds {}", log.held);
+        assert!(
+            log.held <= 10 * MIB + survivors,
+            "step {number} holds {}",
+            log.held
+        );
     }
 }
 
@@ -200,7 +269,12 @@ fn case_24_a_history_of_three_outputs_settles_in_seven_steps() {
 #[test]
 fn case_25_pages_of_freed_buffers_make_one_large_piece() {
     let step = "a=8 b=16 -b c=24 -c -a d=48 -d";
-    Row { steps: times(3, step), held: Held::Mib(48), ..Row::default() }.check();
+    Row {
+        steps: times(3, step),
+        held: Held::Mib(48),
+        ..Row::default()
+    }
+    .check();
 }
 
 #[test]
@@ -211,12 +285,24 @@ fn case_26_no_buffer_has_the_same_physical_page_twice() {
         ..Row::default()
     }
     .check();
-    assert_eq!(logs[0].buffers.iter().filter(|served| served.name == "d").count(), 4);
+    assert_eq!(
+        logs[0]
+            .buffers
+            .iter()
+            .filter(|served| served.name == "d")
+            .count(),
+        4
+    );
 }
 
 #[test]
 fn case_27_a_hole_in_the_middle_is_no_loss() {
-    let logs = Row { steps: times(3, "a=8 b=16 c=8 -b d=24 -d -c -a"), held: Held::Mib(40), ..Row::default() }.check();
+    let logs = Row {
+        steps: times(3, "a=8 b=16 c=8 -b d=24 -d -c -a"),
+        held: Held::Mib(40),
+        ..Row::default()
+    }
+    .check();
     assert_eq!(logs[0].peak, 40 * MIB);
 }
 
@@ -239,11 +325,14 @@ fn case_34_guidance_in_two_calls_or_one_breaks_at_most_once_a_shape() {
     const UNCOND: &str = "a=32 b=32 c=64 -c -b -a";
     const BATCHED: &str = "a=80 b=80 c=160 -c -b -a";
     let orders: [&[&str]; 2] = [
-        &[COND, UNCOND, COND, UNCOND, BATCHED, COND, COND, UNCOND, BATCHED],
+        &[
+            COND, UNCOND, COND, UNCOND, BATCHED, COND, COND, UNCOND, BATCHED,
+        ],
         &[BATCHED, UNCOND, COND, UNCOND, COND, BATCHED, COND, UNCOND],
     ];
     for order in orders {
-        let breaks = (0..order.len()).map(|at| u64::from(at > 0 && !order[..at].contains(&order[at])));
+        let breaks =
+            (0..order.len()).map(|at| u64::from(at > 0 && !order[..at].contains(&order[at])));
         Row {
             steps: steps(order),
             breaks: breaks.collect(),
