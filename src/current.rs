@@ -24,8 +24,11 @@ use crate::engine::{Allocation, Engine, Freed, OnError, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
 
+/// Boxed: an engine is large and changes hands at every step.
+type Active = RefCell<Vec<Box<Engine>>>;
+
 thread_local! {
-    static ACTIVE: ManuallyDrop<RefCell<Vec<Box<Engine>>>> =
+    static ACTIVE: ManuallyDrop<Active> =
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static BUSY: Cell<u32> = const { Cell::new(0) };
     static PROBE: Cell<bool> = const { Cell::new(false) };
@@ -70,7 +73,10 @@ fn deregister(shared: &Arc<Shared>) {
 
 fn owner(address: Address) -> Option<Arc<Shared>> {
     let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
-    registry.iter().find(|shared| shared.contains(address)).cloned()
+    registry
+        .iter()
+        .find(|shared| shared.contains(address))
+        .cloned()
 }
 
 /// Whether any compiler may own the address.
@@ -97,14 +103,23 @@ pub(crate) fn uninstall(serial: u64) -> Option<Box<Engine>> {
 pub(crate) fn with_step<T>(serial: u64, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        active.iter_mut().find(|engine| engine.serial == serial).map(|engine| f(engine))
+        active
+            .iter_mut()
+            .find(|engine| engine.serial == serial)
+            .map(|engine| f(engine))
     })
 }
 
 /// Calls `f` with the innermost engine of this thread.
 #[inline]
 pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
-    ACTIVE.with(|active| active.try_borrow_mut().ok()?.last_mut().map(|engine| f(engine)))
+    ACTIVE.with(|active| {
+        active
+            .try_borrow_mut()
+            .ok()?
+            .last_mut()
+            .map(|engine| f(engine))
+    })
 }
 
 /// Whether the compiler itself is at work on this thread.
@@ -123,7 +138,10 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     }
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.host_threshold <= size)?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.host_threshold <= size)?;
         match engine.alloc(size, OnError::Postpone) {
             Ok(Allocation::Here(address)) => Some(address),
             Ok(Allocation::Elsewhere) | Err(_) => None,
@@ -156,7 +174,10 @@ impl Probe {
 pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.shared.contains(address))?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
         Some(engine.free(address))
     })
 }
@@ -182,11 +203,17 @@ pub fn free(address: Address) -> Result<(), Error> {
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.shared.contains(address))?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
-                waited.map_err(|source| Error::Device { call: Call::Wait, source })
+                waited.map_err(|source| Error::Device {
+                    call: Call::Wait,
+                    source,
+                })
             });
             if let Err(error) = ordered {
                 return Some(Err(error));
@@ -198,14 +225,20 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
 }
 
 fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
-    shared.device.fence(stream).map_err(|source| Error::Device { call: Call::Fence, source })
+    shared.device.fence(stream).map_err(|source| Error::Device {
+        call: Call::Fence,
+        source,
+    })
 }
 
 /// Queues a free for the engine that owns the address, or applies it where the compiler is gone.
 #[cold]
 pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Result<(), Error> {
     let _bookkeeping = Bookkeeping::begin();
-    let shared = owner(address).ok_or(Error::BadFree { address, reason: BadFree::Unknown })?;
+    let shared = owner(address).ok_or(Error::BadFree {
+        address,
+        reason: BadFree::Unknown,
+    })?;
     let fence = stream.map(|stream| order(&shared, stream)).transpose()?;
     shared.push_free(Freed { address, fence });
     // In this order: either the compiler's drop sees the free, or we see that it was dropped.

@@ -75,7 +75,10 @@ impl Trace {
         let mut depth = 0_usize;
         for (index, line) in source.lines().enumerate() {
             let text = line?;
-            let wrong = |reason: String| TraceError::Line { line: index + 1, reason };
+            let wrong = |reason: String| TraceError::Line {
+                line: index + 1,
+                reason,
+            };
             let text = text.trim();
             if text.is_empty() || text.starts_with('#') {
                 continue;
@@ -83,22 +86,31 @@ impl Trace {
             let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
             let rest = rest.trim();
             let number = |what: &str, text: &str| {
-                text.parse::<u64>().map_err(|_| wrong(format!("{what} is not a number: {text:?}")))
+                text.parse::<u64>()
+                    .map_err(|_| wrong(format!("{what} is not a number: {text:?}")))
             };
             match kind {
                 "a" => {
-                    let (buffer, size) =
-                        rest.split_once(' ').ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
+                    let (buffer, size) = rest
+                        .split_once(' ')
+                        .ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
                     let (buffer, size) = (number("id", buffer)?, number("bytes", size.trim())?);
                     if !live.insert(buffer) {
-                        return Err(wrong(format!("buffer {buffer} is allocated while it is live")));
+                        return Err(wrong(format!(
+                            "buffer {buffer} is allocated while it is live"
+                        )));
                     }
-                    events.push(Event::Alloc { buffer, size: Bytes(size) });
+                    events.push(Event::Alloc {
+                        buffer,
+                        size: Bytes(size),
+                    });
                 }
                 "f" => {
                     let buffer = number("id", rest)?;
                     if !live.remove(&buffer) {
-                        return Err(wrong(format!("buffer {buffer} is freed while it is not live")));
+                        return Err(wrong(format!(
+                            "buffer {buffer} is freed while it is not live"
+                        )));
                     }
                     events.push(Event::Free { buffer });
                 }
@@ -110,10 +122,16 @@ impl Trace {
                     events.push(Event::Enter(rest.to_owned()));
                 }
                 "e" => {
-                    depth = depth.checked_sub(1).ok_or_else(|| wrong("no scope is open".into()))?;
+                    depth = depth
+                        .checked_sub(1)
+                        .ok_or_else(|| wrong("no scope is open".into()))?;
                     events.push(Event::Leave);
                 }
-                other => return Err(wrong(format!("unknown event {other:?} (known: a, f, s, e, #)"))),
+                other => {
+                    return Err(wrong(format!(
+                        "unknown event {other:?} (known: a, f, s, e, #)"
+                    )));
+                }
             }
         }
         Ok(Self { events })
@@ -133,7 +151,10 @@ impl Trace {
     /// Allocations in it.
     #[must_use]
     pub fn buffer_count(&self) -> usize {
-        self.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count()
+        self.events
+            .iter()
+            .filter(|event| matches!(event, Event::Alloc { .. }))
+            .count()
     }
 
     /// L: the most bytes live at once, each size rounded up to 512 B.
@@ -179,22 +200,36 @@ mod tests {
         let mut written = Vec::new();
         trace.write(&mut written).unwrap();
         assert_eq!(written, text.as_bytes());
-        assert_eq!((trace.buffer_count(), trace.live_peak()), (2, Bytes(512 + 1024)));
+        assert_eq!(
+            (trace.buffer_count(), trace.live_peak()),
+            (2, Bytes(512 + 1024))
+        );
     }
 
     #[test]
     fn damaged_lines_are_named_with_number_and_reason() {
         for (text, line, reason) in [
             ("a 0 8\nf 1\n", 2, "buffer 1 is freed while it is not live"),
-            ("a 0 8\na 0 8\n", 2, "buffer 0 is allocated while it is live"),
-            ("# fine\n\nx 1\n", 3, "unknown event \"x\" (known: a, f, s, e, #)"),
+            (
+                "a 0 8\na 0 8\n",
+                2,
+                "buffer 0 is allocated while it is live",
+            ),
+            (
+                "# fine\n\nx 1\n",
+                3,
+                "unknown event \"x\" (known: a, f, s, e, #)",
+            ),
             ("a 0\n", 1, "expected `a <id> <bytes>`"),
             ("a 0 -1\n", 1, "bytes is not a number: \"-1\""),
             ("e\n", 1, "no scope is open"),
             ("s\n", 1, "expected `s <name>`"),
         ] {
             match Trace::read(text.as_bytes()) {
-                Err(TraceError::Line { line: at, reason: why }) => assert_eq!((at, &*why), (line, reason)),
+                Err(TraceError::Line {
+                    line: at,
+                    reason: why,
+                }) => assert_eq!((at, &*why), (line, reason)),
                 other => panic!("{text:?} gave {other:?}"),
             }
         }

@@ -33,8 +33,14 @@ pub enum Fault {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Shared { first, second, frame } => write!(f, "{first} and {second} share bytes of frame {frame}"),
-            Self::Unmapped { buffer, page } => write!(f, "{buffer} reaches over {page}, which has no frame"),
+            Self::Shared {
+                first,
+                second,
+                frame,
+            } => write!(f, "{first} and {second} share bytes of frame {frame}"),
+            Self::Unmapped { buffer, page } => {
+                write!(f, "{buffer} reaches over {page}, which has no frame")
+            }
         }
     }
 }
@@ -55,7 +61,10 @@ pub fn disjoint(
         while at < end {
             let page = at - at % granule.0;
             let piece_end = end.min(page + granule.0);
-            let frame = frame_at(Address(page)).ok_or(Fault::Unmapped { buffer, page: Address(page) })?;
+            let frame = frame_at(Address(page)).ok_or(Fault::Unmapped {
+                buffer,
+                page: Address(page),
+            })?;
             pieces.push((frame, at - page, piece_end - page, buffer));
             at = piece_end;
         }
@@ -64,7 +73,11 @@ pub fn disjoint(
         for b in &pieces[i + 1..] {
             let overlap = a.0 == b.0 && a.1 < b.2 && b.1 < a.2;
             if overlap || (a.0 == b.0 && a.3 == b.3) {
-                return Err(Fault::Shared { first: a.3, second: b.3, frame: a.0 });
+                return Err(Fault::Shared {
+                    first: a.3,
+                    second: b.3,
+                    frame: a.0,
+                });
             }
         }
     }
@@ -78,8 +91,13 @@ mod tests {
     const GRANULE: Bytes = Bytes(1024);
 
     fn check(live: &[(u64, u64)], frames: &[u32]) -> Result<(), Fault> {
-        let live: Vec<_> = live.iter().map(|&(at, size)| (Address(at), Bytes(size))).collect();
-        disjoint(&live, GRANULE, |page| frames.get((page.0 / GRANULE.0) as usize).copied())
+        let live: Vec<_> = live
+            .iter()
+            .map(|&(at, size)| (Address(at), Bytes(size)))
+            .collect();
+        disjoint(&live, GRANULE, |page| {
+            frames.get((page.0 / GRANULE.0) as usize).copied()
+        })
     }
 
     #[test]
@@ -89,19 +107,30 @@ mod tests {
 
     #[test]
     fn one_byte_of_a_frame_in_two_buffers_is_found() {
-        let fault = Fault::Shared { first: Address(0), second: Address(1024), frame: 4 };
+        let fault = Fault::Shared {
+            first: Address(0),
+            second: Address(1024),
+            frame: 4,
+        };
         assert_eq!(check(&[(0, 513), (1024, 1024)], &[4, 4]), Err(fault));
     }
 
     #[test]
     fn a_buffer_that_stands_over_a_frame_twice_is_found() {
-        let fault = Fault::Shared { first: Address(0), second: Address(0), frame: 4 };
+        let fault = Fault::Shared {
+            first: Address(0),
+            second: Address(0),
+            frame: 4,
+        };
         assert_eq!(check(&[(0, 1536)], &[4, 4]), Err(fault));
     }
 
     #[test]
     fn a_page_without_a_frame_is_found() {
-        let fault = Fault::Unmapped { buffer: Address(512), page: Address(1024) };
+        let fault = Fault::Unmapped {
+            buffer: Address(512),
+            page: Address(1024),
+        };
         assert_eq!(check(&[(512, 1024)], &[4]), Err(fault));
     }
 }

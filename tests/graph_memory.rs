@@ -35,9 +35,13 @@ fn step(compiler: &mut Compiler, count: u64) {
     let mut live: std::collections::VecDeque<Address> = std::collections::VecDeque::new();
     let mut random = 1_u64;
     for _ in 0..count {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         let size = Bytes::kib(64 + (random >> 33) % 4_000);
-        let Allocation::Here(at) = step.alloc(size).unwrap() else { panic!("not served") };
+        let Allocation::Here(at) = step.alloc(size).unwrap() else {
+            panic!("not served")
+        };
         live.push_back(at);
         if live.len() > 50 {
             step.free(live.pop_front().unwrap()).unwrap();
@@ -61,7 +65,10 @@ fn ten_thousand_states_with_their_edges_and_tape_cost_at_most_4_mb_and_do_not_gr
     step(&mut compiler, 10_000);
     let cost = LIVE.load(Ordering::Relaxed) - before;
     let stats = compiler.stats();
-    println!("{} states, {} edges: {cost} bytes", stats.states, stats.edges);
+    println!(
+        "{} states, {} edges: {cost} bytes",
+        stats.states, stats.edges
+    );
     assert!(stats.states >= 9_990, "{stats}");
     assert!(cost <= 4_000_000, "{cost} bytes");
     drop(stats);

@@ -232,14 +232,19 @@ impl Engine {
     #[inline]
     fn apply_free(&mut self, address: Address) -> Result<(), Error> {
         let offset = address.0.wrapping_sub(self.shared.base.0);
-        let live = if offset % ALIGNMENT.0 == 0 && offset < self.shared.size.0 {
-            self.table.find((offset / ALIGNMENT.0) as u32).and_then(|slot| Some((slot, self.table.get(slot)?)))
+        let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
+            self.table
+                .find((offset / ALIGNMENT.0) as u32)
+                .and_then(|slot| Some((slot, self.table.get(slot)?)))
         } else {
             None
         };
         let Some((slot, number)) = live else {
             self.totals.bad_frees += 1;
-            return Err(Error::BadFree { address, reason: BadFree::NotLive });
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::NotLive,
+            });
         };
         self.table.set(slot, None);
         self.step.events += 1;
@@ -315,8 +320,16 @@ impl Engine {
         let placements = &self.graph.placements;
         let placer = std::cell::RefCell::new(&mut self.arena.placer);
         self.table.sync(
-            |number| placer.borrow_mut().vacate(placements[number as usize].place),
-            |number| placer.borrow_mut().occupy(placements[number as usize].place),
+            |number| {
+                placer
+                    .borrow_mut()
+                    .vacate(placements[number as usize].place)
+            },
+            |number| {
+                placer
+                    .borrow_mut()
+                    .occupy(placements[number as usize].place)
+            },
         );
     }
 
@@ -325,11 +338,23 @@ impl Engine {
         let asked = Bytes(u64::from(len) * ALIGNMENT.0);
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
-            Refusal::OverBudget { budget } => {
-                Error::OverBudget { asked, held, live, free: budget.saturating_sub(held), budget }
-            }
-            Refusal::OutOfMemory { free } => Error::OutOfMemory { asked, held, live, free },
-            Refusal::AddressSpace => Error::AddressSpace { asked, reserved: self.arena.reserved() },
+            Refusal::OverBudget { budget } => Error::OverBudget {
+                asked,
+                held,
+                live,
+                free: budget.saturating_sub(held),
+                budget,
+            },
+            Refusal::OutOfMemory { free } => Error::OutOfMemory {
+                asked,
+                held,
+                live,
+                free,
+            },
+            Refusal::AddressSpace => Error::AddressSpace {
+                asked,
+                reserved: self.arena.reserved(),
+            },
             Refusal::Device { call, source } => Error::Device { call, source },
         }
     }
@@ -344,11 +369,16 @@ impl Engine {
             Some(number) => number,
             None => {
                 let slot = self.table.slot(place.start);
-                let kind = if space == Space::Step { Kind::Own } else { Kind::Survivor };
+                let kind = if space == Space::Step {
+                    Kind::Own
+                } else {
+                    Kind::Survivor
+                };
                 self.graph.add_placement(place, slot, kind)
             }
         };
-        self.table.set_known(self.graph.placements[number as usize].slot, number);
+        self.table
+            .set_known(self.graph.placements[number as usize].slot, number);
         Ok(number)
     }
 

@@ -11,7 +11,11 @@ use crate::units::{ALIGNMENT, Bytes};
 impl Engine {
     /// Serves an allocation that the tape does not answer.
     #[cold]
-    pub(super) fn alloc_slow(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
+    pub(super) fn alloc_slow(
+        &mut self,
+        size: Bytes,
+        on_error: OnError,
+    ) -> Result<Allocation, Error> {
         if self.paused > 0 {
             self.totals.passed_through += 1;
             return Ok(Allocation::Elsewhere);
@@ -22,7 +26,10 @@ impl Engine {
         // More units than 32 bits count are more than any range has.
         let result = match Units::try_from(size.0.div_ceil(ALIGNMENT.0)) {
             Ok(len) => self.serve(len, on_error),
-            Err(_) => Err(Error::AddressSpace { asked: size, reserved: self.arena.reserved() }),
+            Err(_) => Err(Error::AddressSpace {
+                asked: size,
+                reserved: self.arena.reserved(),
+            }),
         };
         match result {
             Err(error) if on_error == OnError::Postpone => {
@@ -52,7 +59,9 @@ impl Engine {
             }
             obstructed = Some(edge);
         }
-        if self.active.as_ref().is_some_and(|active| active.graded) && (self.strict || self.scopes.is_strict()) {
+        if self.active.as_ref().is_some_and(|active| active.graded)
+            && (self.strict || self.scopes.is_strict())
+        {
             let error = Error::Strict {
                 scope: self.scopes.path(),
                 event: self.step.events,
@@ -79,7 +88,9 @@ impl Engine {
             {
                 size(entry.len)
             }
-            None if self.tapes.cursor == self.tapes.tape.len() && self.tapes.cursor > 0 => Expected::End,
+            None if self.tapes.cursor == self.tapes.tape.len() && self.tapes.cursor > 0 => {
+                Expected::End
+            }
             _ => self.graph.size(self.hash).map_or(Expected::Nothing, size),
         }
     }
@@ -158,7 +169,10 @@ impl Engine {
         self.table.set(slot, Some(number));
         let address = self.begin_own(number, edge, position);
         let (branch, index) = self.graph.edges[edge as usize].hint;
-        if self.tapes.entry(branch, index).is_some_and(|entry| entry.edge == edge)
+        if self
+            .tapes
+            .entry(branch, index)
+            .is_some_and(|entry| entry.edge == edge)
             && self.tapes.branches[branch as usize].epoch == self.epoch
         {
             self.tapes.follow(branch, index as usize + 1);
@@ -166,17 +180,25 @@ impl Engine {
         Allocation::Here(address)
     }
 
-    fn record(&mut self, len: Units, position: Position, obstructed: Option<u32>) -> Result<Allocation, Error> {
+    fn record(
+        &mut self,
+        len: Units,
+        position: Position,
+        obstructed: Option<u32>,
+    ) -> Result<Allocation, Error> {
         let number = self.place(len, Space::Step)?;
         if let Some(edge) = obstructed {
-            let old = self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
+            let old =
+                self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
             self.graph.kill_edge(edge);
             self.arena.placer.unmention(old);
             self.totals.obstructed += 1;
             // Tapes may hold the dead edge.
             self.epoch += 1;
         }
-        self.arena.placer.mention(self.graph.placements[number as usize].place);
+        self.arena
+            .placer
+            .mention(self.graph.placements[number as usize].place);
         let edge = self.graph.add_edge(self.hash, number);
         if self.break_from.is_none() {
             self.break_from = Some(edge);

@@ -33,7 +33,9 @@ impl Engine {
         self.break_from = None;
         self.check_tapes(name);
         let branch = self.tapes.last_of(name);
-        self.tapes.begin(branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch));
+        self.tapes.begin(
+            branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch),
+        );
         self.recent_peak = self.live;
         self.scopes.enter_root(name, self.live);
         self.active = Some(Active {
@@ -56,7 +58,9 @@ impl Engine {
         let live: Vec<_> = self
             .tapes
             .run()
-            .filter(|entry| entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement))
+            .filter(|entry| {
+                entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement)
+            })
             .map(|entry| (entry.placement, (entry.counter, entry.nth)))
             .collect();
         let mut found = false;
@@ -77,11 +81,20 @@ impl Engine {
                 found = true;
             }
         }
-        debug_assert_eq!((self.hash, self.own_count), (0, 0), "every live buffer was made in the last step");
+        debug_assert_eq!(
+            (self.hash, self.own_count),
+            (0, 0),
+            "every live buffer was made in the last step"
+        );
         self.epoch += 1;
         self.fold_peak();
         if found {
-            for entry in self.tapes.branches.iter_mut().flat_map(|branch| &mut branch.tape) {
+            for entry in self
+                .tapes
+                .branches
+                .iter_mut()
+                .flat_map(|branch| &mut branch.tape)
+            {
                 if self.survivors.contains(&(entry.counter, entry.nth)) {
                     entry.edge = SURVIVOR;
                 }
@@ -168,7 +181,9 @@ impl Engine {
     /// Ends the active step without learning from it. Live buffers stay valid.
     pub fn abort(&mut self) {
         self.drain();
-        let Some(active) = self.active.take() else { return };
+        let Some(active) = self.active.take() else {
+            return;
+        };
         self.resume_all();
         self.fold_peak();
         self.close_scopes();
@@ -200,7 +215,9 @@ impl Engine {
     }
 
     fn calls_in_step(&self) -> u64 {
-        self.active.as_ref().map_or(self.step.calls, |active| self.arena.calls() - active.calls_before)
+        self.active.as_ref().map_or(self.step.calls, |active| {
+            self.arena.calls() - active.calls_before
+        })
     }
 
     /// Whether a step is active.
@@ -269,7 +286,10 @@ impl Engine {
             .iter()
             .map(|number| {
                 let place = self.graph.placements[number as usize].place;
-                (self.shared.address(place.start), Bytes(u64::from(place.len) * ALIGNMENT.0))
+                (
+                    self.shared.address(place.start),
+                    Bytes(u64::from(place.len) * ALIGNMENT.0),
+                )
             })
             .collect();
         live.sort_unstable();
@@ -279,7 +299,10 @@ impl Engine {
     /// The frame under every virtual page.
     pub fn frames(&self) -> Vec<(u32, u32)> {
         let placer = &self.arena.placer;
-        let pages = placer.page_ranges().into_iter().flat_map(|(first, count)| first..first + count);
+        let pages = placer
+            .page_ranges()
+            .into_iter()
+            .flat_map(|(first, count)| first..first + count);
         pages
             .map(|page| (page, placer.frame_of(page)))
             .filter(|&(_, frame)| frame != crate::placer::NO_FRAME)
@@ -299,7 +322,11 @@ impl Engine {
             live: bytes(self.live),
             peak: bytes(self.peak),
             held: self.arena.held(),
-            floor: Bytes(bytes(self.own_peak + self.outside_peak).0.next_multiple_of(granule.0)),
+            floor: Bytes(
+                bytes(self.own_peak + self.outside_peak)
+                    .0
+                    .next_multiple_of(granule.0),
+            ),
             virtual_bytes: Bytes(u64::from(self.arena.placer.page_count()) * granule.0),
             granule,
             states: self.graph.state_count(),
@@ -310,11 +337,20 @@ impl Engine {
             recorded_step: report.recorded,
             recorded_total: self.totals.recorded,
             replayed_step: report.replayed,
-            replayed_total: self.totals.replayed + if self.is_active() { report.replayed } else { 0 },
+            replayed_total: self.totals.replayed
+                + if self.is_active() { report.replayed } else { 0 },
             device_calls_step: report.device_calls,
             device_calls_total: self.arena.calls(),
-            survivors: if self.is_active() { self.outside_count - self.young_count } else { self.live_count() },
-            survivor_bytes: bytes(if self.is_active() { self.outside - self.young_len } else { self.live }),
+            survivors: if self.is_active() {
+                self.outside_count - self.young_count
+            } else {
+                self.live_count()
+            },
+            survivor_bytes: bytes(if self.is_active() {
+                self.outside - self.young_len
+            } else {
+                self.live
+            }),
             survivor_positions: self.survivors.len() as u64,
             obstructed: self.totals.obstructed,
             passed_through: self.totals.passed_through,

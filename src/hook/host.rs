@@ -154,6 +154,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for ScopedAllocator<A> {
 #[must_use]
 pub fn is_installed() -> bool {
     let probe = Probe::begin();
-    drop(std::hint::black_box(Vec::<u8>::with_capacity(SMALLEST_THRESHOLD.0 as usize)));
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(
+        SMALLEST_THRESHOLD.0 as usize,
+    )));
     probe.was_seen()
 }
