@@ -99,7 +99,7 @@ struct Range {
 }
 
 thread_local! {
-    static RANGES: RefCell<Vec<Box<Range>>> = const { RefCell::new(Vec::new()) };
+    static RANGES: RefCell<Vec<Range>> = const { RefCell::new(Vec::new()) };
 }
 
 // SAFETY: never dereferenced: the benchmark writes to no buffer.
@@ -242,11 +242,11 @@ fn table(programs: &[Program]) {
         // In turn, so that all three see the same machine.
         let (mut replay, mut system, mut bump) = (Vec::new(), Vec::new(), Vec::new());
         RANGES.with_borrow_mut(|ranges| {
-            ranges.push(Box::new(Range {
+            ranges.push(Range {
                 base: 1 << 46,
                 size: 1 << 40,
                 ..Range::default()
-            }));
+            });
         });
         for _ in 0..101 {
             replay.push(timed(|| step(&mut compiler, program, &mut live)));
@@ -265,7 +265,7 @@ fn table(programs: &[Program]) {
             let mut compiler = null_compiler();
             timed(|| step(&mut compiler, program, &mut live))
         });
-        let mut of = |times: &mut Vec<Duration>| {
+        let of = |times: &mut Vec<Duration>| {
             let mut next = times.drain(..);
             per_event(median(101, || next.next().expect("counted")))
         };

@@ -313,7 +313,10 @@ fn without_memory_the_system_serves_and_the_step_reports_it() {
             other => panic!("{other}"),
         }
         compiler
-            .step(|| Ok::<_, Error>(drop(filled(32 * KIB, 1))))
+            .step(|| {
+                drop(filled(32 * KIB, 1));
+                Ok::<_, Error>(())
+            })
             .unwrap();
         assert_eq!(compiler.stats().passed_through, 1);
     }
@@ -362,7 +365,10 @@ fn panics_and_early_returns_abort_the_step_and_keep_its_buffers() {
     let stats = compiler.stats();
     assert_eq!((stats.aborts, stats.survivors, stats.bad_scopes), (2, 2, 0));
     compiler
-        .step(|| Ok::<_, Error>(drop(filled(64 * KIB, 6))))
+        .step(|| {
+            drop(filled(64 * KIB, 6));
+            Ok::<_, Error>(())
+        })
         .unwrap();
     let kept = kept.into_inner().unwrap();
     assert!(kept[0].iter().all(|&byte| byte == 4) && kept[1].iter().all(|&byte| byte == 5));
