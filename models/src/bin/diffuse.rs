@@ -1,0 +1,2 @@
+//! Samples digits.
+fn main() {}
