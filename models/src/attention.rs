@@ -1,7 +1,8 @@
 //! Multi-head self-attention over a sequence.
 
+use crate::layers::Linear;
 use candle_core::{D, Result, Tensor};
-use candle_nn::{Linear, VarBuilder, linear};
+use candle_nn::VarBuilder;
 
 /// Every token looks at every token (Vaswani et al. 2017, <https://arxiv.org/abs/1706.03762>).
 #[derive(Clone, Debug)]
@@ -15,8 +16,8 @@ impl SelfAttention {
     /// Attention over tokens of `width` numbers, split among `heads`.
     pub fn new(width: usize, heads: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            qkv: linear(width, 3 * width, vb.pp("qkv"))?,
-            out: linear(width, width, vb.pp("out"))?,
+            qkv: Linear::new(width, 3 * width, vb.pp("qkv"))?,
+            out: Linear::new(width, width, vb.pp("out"))?,
             heads,
         })
     }

@@ -1,4 +1,4 @@
-//! The 3×3 convolution: Candle's own when sampling, a matrix product when training.
+//! Convolutions and upsampling: Candle's own when sampling, matrix products when training.
 //!
 //! Candle's gradient of `conv2d` is a transposed convolution, plain loops on the CPU and many times
 //! slower than the forward pass. While a parameter is tracked, the same sum is therefore written as
@@ -55,19 +55,102 @@ impl Conv3x3 {
 impl Module for Conv3x3 {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let channels_out = self.bias.dim(0)?;
-        let out = if self.weight.track_op() {
-            let (batch, channels, height, width) = x.dims4()?;
+        if self.weight.track_op() {
+            let (batch, _, height, width) = x.dims4()?;
             let patches = x.contiguous()?.apply_op1(Unfold)?;
-            self.weight
-                .reshape((channels_out, channels * TAPS))?
-                .matmul(&patches)?
-                .reshape((channels_out, batch, height, width))?
-                .transpose(0, 1)?
-                .contiguous()?
+            product(&self.weight, &patches, &self.bias, (batch, height, width))
         } else {
             x.conv2d(&self.weight, 1, 1, 1, 1)?
-        };
-        out.broadcast_add(&self.bias.reshape((1, channels_out, 1, 1))?)
+                .broadcast_add(&self.bias.reshape((1, channels_out, 1, 1))?)
+        }
+    }
+}
+
+/// A convolution that looks at single pixels.
+#[derive(Clone, Debug)]
+pub struct Conv1x1 {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Conv1x1 {
+    /// A convolution from `channels_in` to `channels_out`.
+    pub fn new(channels_in: usize, channels_out: usize, vb: VarBuilder) -> Result<Self> {
+        let shape = (channels_out, channels_in, 1, 1);
+        Ok(Self {
+            weight: vb.get_with_hints(shape, "weight", candle_nn::init::DEFAULT_KAIMING_NORMAL)?,
+            bias: vb.get_with_hints(channels_out, "bias", Init::Const(0.0))?,
+        })
+    }
+}
+
+impl Module for Conv1x1 {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let channels_out = self.bias.dim(0)?;
+        if self.weight.track_op() {
+            let (batch, channels, height, width) = x.dims4()?;
+            let pixels = x
+                .transpose(0, 1)?
+                .reshape((channels, batch * height * width))?;
+            product(&self.weight, &pixels, &self.bias, (batch, height, width))
+        } else {
+            x.conv2d(&self.weight, 0, 1, 1, 1)?
+                .broadcast_add(&self.bias.reshape((1, channels_out, 1, 1))?)
+        }
+    }
+}
+
+/// Weights times patches plus bias, back in the order of images.
+fn product(
+    weight: &Tensor,
+    patches: &Tensor,
+    bias: &Tensor,
+    (batch, height, width): (usize, usize, usize),
+) -> Result<Tensor> {
+    let channels_out = bias.dim(0)?;
+    weight
+        .reshape((channels_out, patches.dim(0)?))?
+        .matmul(patches)?
+        .broadcast_add(&bias.unsqueeze(1)?)?
+        .reshape((channels_out, batch, height, width))?
+        .transpose(0, 1)?
+        .contiguous()
+}
+
+/// Doubles height and width by repeating pixels. Candle's own operation has a slow gradient.
+pub fn upsample(x: &Tensor) -> Result<Tensor> {
+    if x.track_op() {
+        x.contiguous()?.apply_op1(Repeat)
+    } else {
+        let (_, _, height, width) = x.dims4()?;
+        x.upsample_nearest2d(2 * height, 2 * width)
+    }
+}
+
+/// Every pixel becomes a square of four.
+#[derive(Debug)]
+struct Repeat;
+
+impl CustomOp1 for Repeat {
+    fn name(&self) -> &'static str {
+        "repeat-2x2"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let (batch, channels, height, width) = layout.shape().dims4()?;
+        let source = contiguous_f32(storage, layout)?;
+        let mut out = Vec::with_capacity(4 * source.len());
+        for row in source.chunks_exact(width) {
+            for _ in 0..2 {
+                out.extend(row.iter().flat_map(|&pixel| [pixel, pixel]));
+            }
+        }
+        let shape = (batch, channels, 2 * height, 2 * width);
+        Ok((CpuStorage::F32(out), shape.into()))
+    }
+
+    fn bwd(&self, _arg: &Tensor, _res: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some((grad.avg_pool2d(2)? * 4.0)?))
     }
 }
 
@@ -104,9 +187,7 @@ impl CustomOp1 for Unfold {
     fn bwd(&self, arg: &Tensor, _res: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let (batch, channels, height, width) = arg.dims4()?;
         let image = [batch, channels, height, width];
-        Ok(Some(
-            grad.contiguous()?.apply_op1_no_bwd(&Fold { image })?,
-        ))
+        Ok(Some(grad.contiguous()?.apply_op1_no_bwd(&Fold { image })?))
     }
 }
 
@@ -155,8 +236,7 @@ fn for_each_row(
                     };
                     let image_start = ((item * channels + channel) * height + source_y) * width
                         + usize::from(right == 2);
-                    let patch_start =
-                        ((patch_row * batch + item) * height + y) * width + skip_left;
+                    let patch_start = ((patch_row * batch + item) * height + y) * width + skip_left;
                     visit(image_start, patch_start, len);
                 }
             }

@@ -8,9 +8,14 @@
 //! the shift and scale in front and the gate behind. All gates start at zero, so an untrained
 //! block is the identity.
 
-use crate::{Denoiser, IMAGE_SIDE, attention::SelfAttention, embedding::Conditioning};
+use crate::{
+    Denoiser, IMAGE_SIDE,
+    attention::SelfAttention,
+    embedding::Conditioning,
+    layers::{Linear, normalise_last, spread},
+};
 use candle_core::{D, Device, Result, Tensor};
-use candle_nn::{Init, Linear, VarBuilder, linear};
+use candle_nn::VarBuilder;
 
 /// Height and width of a patch, in pixels.
 const PATCH: usize = 4;
@@ -47,13 +52,13 @@ impl Dit {
     pub fn new(vb: VarBuilder) -> Result<Self> {
         Ok(Self {
             condition: Conditioning::new(WIDTH, vb.pp("condition"))?,
-            embed: linear(PATCH * PATCH, WIDTH, vb.pp("embed"))?,
+            embed: Linear::new(PATCH * PATCH, WIDTH, vb.pp("embed"))?,
             positions: grid_positions(vb.device())?,
             blocks: (0..DEPTH)
                 .map(|index| Block::new(vb.pp(format!("block.{index}"))))
                 .collect::<Result<_>>()?,
-            head_modulation: zeroed_linear(WIDTH, 2 * WIDTH, vb.pp("head_modulation"))?,
-            head: zeroed_linear(WIDTH, PATCH * PATCH, vb.pp("head"))?,
+            head_modulation: Linear::zeroed(WIDTH, 2 * WIDTH, vb.pp("head_modulation"))?,
+            head: Linear::zeroed(WIDTH, PATCH * PATCH, vb.pp("head"))?,
         })
     }
 }
@@ -90,10 +95,10 @@ impl Block {
     fn new(vb: VarBuilder) -> Result<Self> {
         let hidden = MLP_RATIO * WIDTH;
         Ok(Self {
-            modulation: zeroed_linear(WIDTH, 6 * WIDTH, vb.pp("modulation"))?,
+            modulation: Linear::zeroed(WIDTH, 6 * WIDTH, vb.pp("modulation"))?,
             attention: SelfAttention::new(WIDTH, HEADS, vb.pp("attention"))?,
-            mlp_in: linear(WIDTH, hidden, vb.pp("mlp_in"))?,
-            mlp_out: linear(hidden, WIDTH, vb.pp("mlp_out"))?,
+            mlp_in: Linear::new(WIDTH, hidden, vb.pp("mlp_in"))?,
+            mlp_out: Linear::new(hidden, WIDTH, vb.pp("mlp_out"))?,
         })
     }
 
@@ -102,29 +107,28 @@ impl Block {
         let seen = self
             .attention
             .forward(&modulate(x, &parts[0], &parts[1])?)?;
-        let x = (x + seen.broadcast_mul(&parts[2])?)?;
+        let x = (x + (seen * spread(&parts[2], GRID * GRID)?)?)?;
         let _scope = memory_compiler::scope("mlp");
         let thought = modulate(&x, &parts[3], &parts[4])?
             .apply(&self.mlp_in)?
-            .gelu()?
+            .silu()?
             .apply(&self.mlp_out)?;
-        x + thought.broadcast_mul(&parts[5])?
+        x + (thought * spread(&parts[5], GRID * GRID)?)?
     }
 }
 
 /// `parts` vectors of shape `(batch, 1, width)`.
 fn modulation(layer: &Linear, condition: &Tensor, parts: usize) -> Result<Vec<Tensor>> {
-    condition.apply(layer)?.unsqueeze(1)?.chunk(parts, D::Minus1)
+    condition
+        .apply(layer)?
+        .unsqueeze(1)?
+        .chunk(parts, D::Minus1)
 }
 
 /// Normalises every token, then scales and shifts it.
 fn modulate(x: &Tensor, shift: &Tensor, scale: &Tensor) -> Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let deviation = (centred.sqr()?.mean_keepdim(D::Minus1)? + 1e-6)?.sqrt()?;
-    centred
-        .broadcast_div(&deviation)?
-        .broadcast_mul(&(scale + 1.0)?)?
-        .broadcast_add(shift)
+    let tokens = x.dim(1)?;
+    (normalise_last(x)? * spread(&(scale + 1.0)?, tokens)?)? + spread(shift, tokens)?
 }
 
 /// `(batch, 1, 28, 28)` to `(batch, tokens, pixels of a patch)`.
@@ -158,10 +162,4 @@ fn grid_positions(device: &Device) -> Result<Tensor> {
         }
     }
     Tensor::from_vec(values, (1, GRID * GRID, WIDTH), device)
-}
-
-fn zeroed_linear(width_in: usize, width_out: usize, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((width_out, width_in), "weight", Init::Const(0.0))?;
-    let bias = vb.get_with_hints(width_out, "bias", Init::Const(0.0))?;
-    Ok(Linear::new(weight, Some(bias)))
 }

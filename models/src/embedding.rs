@@ -1,8 +1,8 @@
 //! What a network is told besides the image: the time and the digit, as one vector.
 
-use crate::NO_CLASS;
+use crate::{NO_CLASS, layers::Linear};
 use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{Embedding, Linear, VarBuilder, embedding, linear};
+use candle_nn::{Embedding, VarBuilder, embedding};
 
 /// Waves in the time embedding.
 const WAVES: usize = 64;
@@ -22,8 +22,8 @@ impl Conditioning {
     /// A conditioning vector of `width` numbers.
     pub fn new(width: usize, vb: VarBuilder) -> Result<Self> {
         Ok(Self {
-            time_in: linear(WAVES, width, vb.pp("time_in"))?,
-            time_out: linear(width, width, vb.pp("time_out"))?,
+            time_in: Linear::new(WAVES, width, vb.pp("time_in"))?,
+            time_out: Linear::new(width, width, vb.pp("time_out"))?,
             class: embedding(NO_CLASS as usize + 1, width, vb.pp("class"))?,
         })
     }

@@ -8,8 +8,8 @@
 //!   digits ──► training ──► weights ──► UNet | DiT ──► run (guidance, samplers) ──► sheet
 //! ```
 //!
-//! - [`unet`], [`dit`]: the two networks behind the [`Denoiser`] trait; [`conv`], [`embedding`] and
-//!   [`attention`] are the parts that they share.
+//! - [`unet`], [`dit`]: the two networks behind the [`Denoiser`] trait; [`layers`], [`conv`],
+//!   [`embedding`] and [`attention`] are the parts that they share.
 //! - [`weights`]: loading (embedded or from a file) and saving.
 //! - [`schedule`], [`sampler`]: the noise schedule and the three ways down it.
 //! - [`run`]: one sampling run with classifier-free guidance; memory plugs in as a [`run::Stepper`].
@@ -22,6 +22,7 @@ pub mod digits;
 pub mod dit;
 pub mod embedding;
 pub mod error;
+pub mod layers;
 pub mod rng;
 pub mod run;
 pub mod sampler;

@@ -126,9 +126,8 @@ pub fn sample(
         } else if job.mode == GuidanceMode::FlipFlop {
             let timestep = times(count)?;
             let cond = stepper.step("cond", || model.forward(&latents, &timestep, &class))?;
-            let uncond = stepper.step("uncond", || {
-                model.forward(&latents, &timestep, &no_class)
-            })?;
+            let uncond =
+                stepper.step("uncond", || model.forward(&latents, &timestep, &no_class))?;
             guide(&cond, &uncond, job.guidance)?
         } else {
             let (twice, timestep) = (Tensor::cat(&[&latents, &latents], 0)?, times(2 * count)?);

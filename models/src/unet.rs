@@ -11,18 +11,21 @@
 //! way down is kept and joined to the same level on the way up: those are the buffers that live
 //! longest in a step.
 
-use crate::{Denoiser, attention::SelfAttention, conv::Conv3x3, embedding::Conditioning};
-use candle_core::{D, Module, Result, Tensor};
-use candle_nn::{Conv2d, GroupNorm, Linear, VarBuilder, conv2d, group_norm, linear};
+use crate::{
+    Denoiser,
+    attention::SelfAttention,
+    conv::{Conv1x1, Conv3x3, upsample},
+    embedding::Conditioning,
+    layers::{GroupNorm, Linear, normalise_groups},
+};
+use candle_core::{D, Result, Tensor};
+use candle_nn::VarBuilder;
 
 /// Channels at 28×28, 14×14 and 7×7.
 const CHANNELS: [usize; 3] = [24, 48, 80];
 
 /// Attention heads at each level; none at 28×28.
 const HEADS: [usize; 3] = [0, 1, 2];
-
-/// Channels that share a mean and a variance.
-const GROUP: usize = 8;
 
 /// Width of the conditioning vector.
 const CONDITION: usize = 96;
@@ -49,7 +52,12 @@ impl UNet {
             let above = CHANNELS[level.saturating_sub(1)];
             let below = CHANNELS[(level + 1).min(bottom)];
             let heads = HEADS[level];
-            down.push(Level::new(above, channels, heads, vb.pp(format!("down.{level}")))?);
+            down.push(Level::new(
+                above,
+                channels,
+                heads,
+                vb.pp(format!("down.{level}")),
+            )?);
             up.push(Level::new(
                 below + channels,
                 channels,
@@ -67,7 +75,7 @@ impl UNet {
                 ResBlock::new(widest, widest, vm.pp("second"))?,
             ),
             up,
-            head_norm: norm(CHANNELS[0], vb.pp("head_norm"))?,
+            head_norm: GroupNorm::new(CHANNELS[0], vb.pp("head_norm"))?,
             head: Conv3x3::zeroed(CHANNELS[0], 1, vb.pp("head"))?,
         })
     }
@@ -119,15 +127,10 @@ struct Level {
 }
 
 impl Level {
-    fn new(
-        channels_in: usize,
-        channels_out: usize,
-        heads: usize,
-        vb: VarBuilder,
-    ) -> Result<Self> {
+    fn new(channels_in: usize, channels_out: usize, heads: usize, vb: VarBuilder) -> Result<Self> {
         let attention = if heads > 0 {
             Some((
-                norm(channels_out, vb.pp("attention_norm"))?,
+                GroupNorm::new(channels_out, vb.pp("attention_norm"))?,
                 SelfAttention::new(channels_out, heads, vb.pp("attention"))?,
             ))
         } else {
@@ -159,10 +162,9 @@ struct ResBlock {
     norm_in: GroupNorm,
     conv_in: Conv3x3,
     condition: Linear,
-    norm_out: GroupNorm,
     conv_out: Conv3x3,
     /// Present where the block changes the number of channels.
-    skip: Option<Conv2d>,
+    skip: Option<Conv1x1>,
 }
 
 impl ResBlock {
@@ -170,14 +172,12 @@ impl ResBlock {
         let skip = if channels_in == channels_out {
             None
         } else {
-            let vb = vb.pp("skip");
-            Some(conv2d(channels_in, channels_out, 1, Default::default(), vb)?)
+            Some(Conv1x1::new(channels_in, channels_out, vb.pp("skip"))?)
         };
         Ok(Self {
-            norm_in: norm(channels_in, vb.pp("norm_in"))?,
+            norm_in: GroupNorm::new(channels_in, vb.pp("norm_in"))?,
             conv_in: Conv3x3::new(channels_in, channels_out, vb.pp("conv_in"))?,
-            condition: linear(CONDITION, 2 * channels_out, vb.pp("condition"))?,
-            norm_out: norm(channels_out, vb.pp("norm_out"))?,
+            condition: Linear::new(CONDITION, 2 * channels_out, vb.pp("condition"))?,
             conv_out: Conv3x3::zeroed(channels_out, channels_out, vb.pp("conv_out"))?,
             skip,
         })
@@ -190,53 +190,14 @@ impl ResBlock {
             .unsqueeze(D::Minus1)?
             .chunk(2, 1)?;
         let inner = x.apply(&self.norm_in)?.silu()?.apply(&self.conv_in)?;
-        let inner = inner
-            .apply(&self.norm_out)?
+        let inner = normalise_groups(&inner)?
             .broadcast_mul(&(&scale_shift[0] + 1.0)?)?
             .broadcast_add(&scale_shift[1])?
             .silu()?
             .apply(&self.conv_out)?;
         match &self.skip {
-            Some(skip) => skip_forward(skip, x)? + inner,
+            Some(skip) => x.apply(skip)? + inner,
             None => x + inner,
         }
     }
-}
-
-/// A 1×1 convolution; a matrix product when training, for the reason given in [`crate::conv`].
-fn skip_forward(skip: &Conv2d, x: &Tensor) -> Result<Tensor> {
-    if !skip.weight().track_op() {
-        return skip.forward(x);
-    }
-    let (batch, channels_in, height, width) = x.dims4()?;
-    let channels_out = skip.weight().dim(0)?;
-    let pixels = x
-        .transpose(0, 1)?
-        .reshape((channels_in, batch * height * width))?;
-    let out = skip
-        .weight()
-        .reshape((channels_out, channels_in))?
-        .matmul(&pixels)?
-        .reshape((channels_out, batch, height, width))?
-        .transpose(0, 1)?
-        .contiguous()?;
-    match skip.bias() {
-        Some(bias) => out.broadcast_add(&bias.reshape((1, channels_out, 1, 1))?),
-        None => Ok(out),
-    }
-}
-
-/// Doubles height and width by repeating pixels. Candle's own operation has a slow gradient.
-fn upsample(x: &Tensor) -> Result<Tensor> {
-    let (batch, channels, height, width) = x.dims4()?;
-    if !x.track_op() {
-        return x.upsample_nearest2d(2 * height, 2 * width);
-    }
-    x.reshape((batch, channels, height, 1, width, 1))?
-        .broadcast_as((batch, channels, height, 2, width, 2))?
-        .reshape((batch, channels, 2 * height, 2 * width))
-}
-
-fn norm(channels: usize, vb: VarBuilder) -> Result<GroupNorm> {
-    group_norm(channels / GROUP, channels, 1e-5, vb)
 }
