@@ -29,7 +29,7 @@ impl Digits {
                 why,
             };
             let text = std::fs::read(&path).map_err(|error| fail(error.to_string()))?;
-            let images = parse(&text).map_err(|why| fail(why))?;
+            let images = parse(&text).map_err(fail)?;
             let count = images.len() / PIXELS;
             digits.pixels.extend(images);
             digits.labels.extend(std::iter::repeat_n(label, count));

@@ -15,7 +15,10 @@
 //! `RAYON_NUM_THREADS=1` so that Candle does not split each shard's work again.
 
 use crate::{
-    Denoiser, IMAGE_SIDE, ModelKind, NO_CLASS, Result, digits::Digits, rng, schedule, weights,
+    Denoiser, Error, IMAGE_SIDE, ModelKind, NO_CLASS, Result,
+    digits::Digits,
+    rng, schedule,
+    weights::{self, Source},
 };
 use candle_core::{DType, Device, Tensor, Var, backprop::GradStore, bail};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
@@ -105,6 +108,27 @@ impl<'a> Trainer<'a> {
         })
     }
 
+    /// Goes on from saved weights instead of random ones.
+    pub fn start_from(&mut self, path: &Path) -> Result<()> {
+        let saved = weights::read(self.settings.kind, Source::File(path))?;
+        for ((name, var), average) in self.parameters.iter().zip(&mut self.averages) {
+            match saved.get(name) {
+                Some(tensor) if tensor.dims() == var.dims() => {
+                    *average = tensor.to_dtype(DType::F32)?;
+                    var.set(average)?;
+                }
+                _ => {
+                    return Err(Error::Weights {
+                        origin: path.display().to_string(),
+                        model: self.settings.kind.name(),
+                        why: format!("no fitting tensor {name}"),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// How many numbers are trained.
     pub fn parameter_count(&self) -> usize {
         self.averages.iter().map(Tensor::elem_count).sum()
@@ -179,7 +203,7 @@ impl<'a> Trainer<'a> {
             }
         }
         let Some((loss, mut gradients)) = sum else {
-            return Err(crate::Error::Setting("shards must be at least 1".into()));
+            return Err(Error::Setting("shards must be at least 1".into()));
         };
         for (_, var) in &self.parameters {
             if let Some(gradient) = gradients.remove(var) {

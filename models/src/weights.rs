@@ -39,6 +39,13 @@ pub fn embedded(kind: ModelKind) -> &'static [u8] {
 
 /// Builds a model over weights on the CPU.
 pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
+    let vb = VarBuilder::from_tensors(read(kind, source)?, DType::F32, &Device::Cpu);
+    kind.build(vb)
+        .map_err(|error| unfit(kind, source, first_line(&error)))
+}
+
+/// Reads the tensors of a safetensors file, all of them finite.
+pub fn read(kind: ModelKind, source: Source) -> Result<HashMap<String, Tensor>> {
     let read;
     let bytes = match source {
         Source::Embedded => embedded(kind),
@@ -51,22 +58,27 @@ pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
             &read
         }
     };
-    let unfit = |why: String| Error::Weights {
-        origin: source.to_string(),
-        model: kind.name(),
-        why,
-    };
-    let tensors = candle_core::safetensors::load_buffer(bytes, &Device::Cpu)
-        .map_err(|error| unfit(format!("not a safetensors file ({})", first_line(&error))))?;
+    let tensors = candle_core::safetensors::load_buffer(bytes, &Device::Cpu).map_err(|error| {
+        let why = format!("not a safetensors file ({})", first_line(&error));
+        unfit(kind, source, why)
+    })?;
     let mut names: Vec<_> = tensors.keys().cloned().collect();
     names.sort();
     for name in names {
         if !all_finite(&tensors[&name])? {
-            return Err(unfit(format!("{name} holds values that are not finite")));
+            let why = format!("{name} holds values that are not finite");
+            return Err(unfit(kind, source, why));
         }
     }
-    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
-    kind.build(vb).map_err(|error| unfit(first_line(&error)))
+    Ok(tensors)
+}
+
+fn unfit(kind: ModelKind, source: Source, why: String) -> Error {
+    Error::Weights {
+        origin: source.to_string(),
+        model: kind.name(),
+        why,
+    }
 }
 
 /// Writes parameters in half precision, with `notes` in the header.

@@ -43,6 +43,9 @@ struct Arguments {
     /// Where all randomness comes from.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Goes on from these weights instead of random ones.
+    #[arg(long, value_name = "FILE")]
+    init: Option<PathBuf>,
     /// The weights; a sheet of samples goes beside them, with the ending png.
     #[arg(long, default_value = "weights.safetensors")]
     out: PathBuf,
@@ -78,6 +81,9 @@ fn train(arguments: &Arguments) -> Result<()> {
         seed: arguments.seed,
     };
     let mut trainer = Trainer::new(settings, &digits)?;
+    if let Some(path) = &arguments.init {
+        trainer.start_from(path)?;
+    }
     println!(
         "{}: {} parameters, {} digits",
         arguments.model.name(),
@@ -99,7 +105,7 @@ fn train(arguments: &Arguments) -> Result<()> {
         if step % arguments.save_every == 0 || step == arguments.steps {
             bar.suspend(|| {
                 println!(
-                    "step {step}: loss {mean_loss:.4} after {:.0} s",
+                    "step {step}: loss {mean_loss:.4} after {:.1} s",
                     started.elapsed().as_secs_f64()
                 );
             });
@@ -113,8 +119,12 @@ fn train(arguments: &Arguments) -> Result<()> {
 
 /// What the header of the weights says about them.
 fn notes(arguments: &Arguments, step: usize, loss: f32) -> HashMap<String, String> {
+    let init = match &arguments.init {
+        Some(path) => format!(" --init {}", path.display()),
+        None => String::new(),
+    };
     let command = format!(
-        "RAYON_NUM_THREADS=1 train package --model {} --steps {} --batch {} --shards {} --lr {} --seed {}",
+        "RAYON_NUM_THREADS=1 train package --model {} --steps {} --batch {} --shards {} --lr {} --seed {}{init}",
         arguments.model.name(),
         arguments.steps,
         arguments.batch,
@@ -133,7 +143,7 @@ fn notes(arguments: &Arguments, step: usize, loss: f32) -> HashMap<String, Strin
     .into()
 }
 
-/// Two samples of each digit, from the file just written.
+/// One sample of each digit, from the file just written.
 fn draw(arguments: &Arguments) -> Result<()> {
     let model = load(arguments.model, Source::File(&arguments.out))?;
     let job = Job {
@@ -143,7 +153,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
         mode: GuidanceMode::FlipFlop,
         guided_share: 1.0,
         classes: (0..10).collect(),
-        samples: 2,
+        samples: 1,
         seed: 1,
     };
     let images = sample(model.as_ref(), &job, &mut Plain, || ())?;
