@@ -167,6 +167,7 @@ impl Engine {
             }
         }
         branch.last_run = self.serial;
+        branch.events = self.step.events;
         branch.runs += 1;
         branch.replays += u64::from(replayed);
         branch.breaks += self.step.breaks;
@@ -362,6 +363,7 @@ impl Engine {
                 .map(|(at, branch)| BranchStats {
                     name: self.scopes.name(branch.name).to_owned(),
                     allocs: self.tapes.len_of(at) as u64,
+                    events: branch.events,
                     runs: branch.runs,
                     replays: branch.replays,
                     breaks: branch.breaks,
