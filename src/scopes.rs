@@ -189,9 +189,14 @@ impl Scopes {
         self.nodes[path as usize].breaks += 1;
     }
 
-    /// A position was found to survive.
-    pub fn add_survivor(&mut self, position: Position) {
-        self.nodes[self.path_of[position.0 as usize] as usize].survivor_positions += 1;
+    /// A position was found to survive; returns the number of its step's name.
+    pub fn add_survivor(&mut self, position: Position) -> u32 {
+        let mut path = self.path_of[position.0 as usize];
+        self.nodes[path as usize].survivor_positions += 1;
+        while let Some(parent) = self.nodes[path as usize].parent {
+            path = parent;
+        }
+        path
     }
 
     /// Path of the innermost open scope: `step/down.0/attention`.

@@ -120,8 +120,8 @@ pub(crate) struct Engine {
     /// Grows when an entry of a tape may have become unsafe to follow.
     epoch: u64,
     seen_trims: u64,
-    /// First edge of the break that is going on.
-    break_from: Option<u32>,
+    /// The run of recorded allocations that is going on.
+    recording: Option<Recording>,
     strict: bool,
     paused: u32,
     paused_cursor: usize,
@@ -135,11 +135,21 @@ pub(crate) struct Engine {
     totals: Totals,
 }
 
+/// A run of recorded allocations; it ends at the first one that an older edge answers.
+#[derive(Clone, Copy, Debug)]
+struct Recording {
+    first_edge: u32,
+    /// Whether it is a graph break: not in a step that records for the first time, or again after
+    /// survivors were learnt, and not where a survivor of an earlier step is in the way.
+    is_break: bool,
+}
+
 /// A step that is going on.
 #[derive(Debug)]
 struct Active {
     name: u32,
-    /// Whether a step of this name has finished before: breaks count, and strict applies.
+    /// Whether a step of this name has finished and no survivor of it was learnt since: breaks count,
+    /// and strict applies.
     graded: bool,
     began: Instant,
     calls_before: u64,
@@ -174,7 +184,7 @@ impl Engine {
             survivors: HashSet::default(),
             epoch: 1,
             seen_trims: 0,
-            break_from: None,
+            recording: None,
             strict,
             paused: 0,
             paused_cursor: usize::MAX,

@@ -30,7 +30,7 @@ impl Engine {
         let name = self.scopes.root(name);
         self.step = Counts::default();
         self.totals.steps += 1;
-        self.break_from = None;
+        self.recording = None;
         self.check_tapes(name);
         let branch = self.tapes.last_of(name);
         self.tapes.begin(
@@ -77,7 +77,9 @@ impl Engine {
             self.outside_count += 1;
             self.obstacles += 1;
             if !self.last_aborted && self.survivors.insert(position) {
-                self.scopes.add_survivor(position);
+                // The next run of that name goes another way, and records it.
+                let name = self.scopes.add_survivor(position);
+                self.finished.remove(&name);
                 found = true;
             }
         }

@@ -206,7 +206,10 @@ fn compare(
     plain_time: Duration,
 ) -> Result<()> {
     let bits = |images: &Tensor| -> candle_core::Result<Vec<u32>> {
-        let values = images.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let values = images
+            .to_dtype(DType::F32)?
+            .flatten_all()?
+            .to_vec1::<f32>()?;
         Ok(values.into_iter().map(f32::to_bits).collect())
     };
     let (compiled, plain) = (bits(compiled)?, bits(plain)?);
