@@ -1,4 +1,4 @@
-//! Records the allocations of a repeated inference step once and replays them.
+#![doc = include_str!("../README.md")]
 
 pub mod device;
 pub mod hook;
