@@ -28,6 +28,8 @@ pub struct Stats {
     pub states: u64,
     /// Edges in the step graph.
     pub edges: u64,
+    /// Edges that were forgotten because there were more than `Options::edge_limit`.
+    pub edges_forgotten: u64,
     /// Steps begun.
     pub steps: u64,
     /// Graph breaks of the step that is active, or of the last one.
@@ -176,6 +178,10 @@ impl fmt::Display for Stats {
             (self.bad_scopes, "scopes closed out of order"),
             (self.aborts, "steps aborted"),
             (self.passed_through, "large buffers passed through"),
+            (
+                self.edges_forgotten,
+                "edges forgotten (Options::edge_limit)",
+            ),
         ] {
             if count > 0 {
                 write!(f, "\n{count} {what}")?;

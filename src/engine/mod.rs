@@ -8,6 +8,7 @@
 //!             another tape, or a new edge over placer and arena                  (record.rs)
 //!
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
+//!   a limit to what is remembered                                               (forget.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -18,6 +19,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod forget;
 mod record;
 mod shared;
 mod steps;
@@ -35,6 +37,7 @@ use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
 use crate::graph::{Graph, Kind};
 use crate::mix::MixBuild;
+use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::scopes::{Position, Scopes};
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -78,6 +81,7 @@ pub(crate) struct Totals {
     pub replayed: u64,
     pub breaks: u64,
     pub obstructed: u64,
+    pub forgotten: u64,
     pub passed_through: u64,
     pub bad_frees: u64,
     pub bad_scopes: u64,
@@ -123,6 +127,7 @@ pub(crate) struct Engine {
     /// The run of recorded allocations that is going on.
     recording: Option<Recording>,
     strict: bool,
+    edge_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -157,7 +162,12 @@ struct Active {
 }
 
 impl Engine {
-    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool, host_threshold: Bytes) -> Self {
+    pub fn new(
+        shared: Arc<Shared>,
+        arena: Arena,
+        options: &Options,
+        host_threshold: Bytes,
+    ) -> Self {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
@@ -185,7 +195,8 @@ impl Engine {
             epoch: 1,
             seen_trims: 0,
             recording: None,
-            strict,
+            strict: options.strict,
+            edge_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),

@@ -26,6 +26,7 @@ impl Engine {
         }
         (self.young_count, self.young_len) = (0, 0);
         self.settle_survivors();
+        self.forget_oldest();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
         self.step = Counts::default();
@@ -334,6 +335,7 @@ impl Engine {
             granule,
             states: self.graph.state_count(),
             edges: self.graph.edge_count(),
+            edges_forgotten: self.totals.forgotten,
             steps: self.totals.steps,
             breaks_step: report.breaks,
             breaks_total: self.totals.breaks,
