@@ -1,4 +1,27 @@
 //! Records the allocations of a repeated inference step once and replays them.
-pub fn scope(_name: &str) -> ScopeGuard { ScopeGuard }
-#[derive(Debug)]
-pub struct ScopeGuard;
+
+pub mod device;
+pub mod hook;
+pub mod trace;
+pub mod units;
+pub mod validate;
+
+mod arena;
+mod bits;
+mod compiler;
+mod current;
+mod engine;
+mod error;
+mod graph;
+mod mix;
+mod pages;
+mod placer;
+mod scopes;
+mod stats;
+
+pub use compiler::{Compiler, Options, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
+pub use current::{free, free_on};
+pub use engine::Allocation;
+pub use error::{BadFree, Error, Expected};
+pub use stats::{BranchStats, ScopeStats, Stats, StepReport};
+pub use units::{ALIGNMENT, Address, Bytes};

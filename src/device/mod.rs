@@ -11,11 +11,16 @@
 //! `Arc`. [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to
 //! limit or to fail its calls. `tests/device_contract.rs` holds every implementation to this page.
 //!
+//! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
+//! trait and the adaptors remain.
+//!
 //! May import: `units`.
 
 pub mod adaptor;
+#[cfg(target_os = "linux")]
 mod host;
 
+#[cfg(target_os = "linux")]
 pub use host::Host;
 
 use std::fmt::Debug;
@@ -44,7 +49,7 @@ pub struct MemoryInfo {
     pub total: Bytes,
 }
 
-/// The call of a device, for counting and for failing.
+/// The call of a device, for counting, for failing and for naming in an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "each variant is the method of the same name")]
 pub enum Call {
@@ -55,6 +60,36 @@ pub enum Call {
     Map,
     Allow,
     Unmap,
+    Synchronise,
+    Fence,
+    Wait,
+    Memory,
+    Write,
+    Read,
+    Fill,
+}
+
+impl Call {
+    /// How many calls there are: `call as usize` is below it.
+    pub const COUNT: usize = Self::Fill as usize + 1;
+
+    /// The calls that change what is reserved, created or mapped: the ones that a replayed step must
+    /// not make.
+    pub const MEMORY: [Self; 7] = [
+        Self::Reserve,
+        Self::Unreserve,
+        Self::Create,
+        Self::Release,
+        Self::Map,
+        Self::Allow,
+        Self::Unmap,
+    ];
+
+    /// Whether the call is one of [`Call::MEMORY`].
+    #[must_use]
+    pub fn is_memory(self) -> bool {
+        Self::MEMORY.contains(&self)
+    }
 }
 
 /// Why a device refused a call.
@@ -98,6 +133,10 @@ pub enum DeviceError {
 pub trait Device: Debug + Send + Sync {
     /// The smallest page that can be mapped, a power of two of at least 512 bytes.
     fn granule(&self) -> Bytes;
+
+    /// Whether the CPU can read and write its memory through the same addresses: only then may the
+    /// CPU hook hand them out.
+    fn is_host_memory(&self) -> bool;
 
     /// Reserves `size` bytes of addresses, aligned to the granule, without memory.
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError>;

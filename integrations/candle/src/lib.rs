@@ -1,1 +1,168 @@
-//! memory-compiler for Candle.
+//! [memory-compiler](memory_compiler) for [Candle](candle_core): a step's tensors live in memory that is
+//! recorded once and replayed.
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//!
+//! #[global_allocator]
+//! static MEMORY: memory_compiler::hook::host::ScopedAllocator =
+//!     memory_compiler::hook::host::ScopedAllocator::new();
+//!
+//! fn main() -> candle_core::Result<()> {
+//!     let device = Device::Cpu;
+//!     let mut memory = memory_compiler_candle::compiler(&device)?;
+//!     let mut x = Tensor::ones((64, 256), DType::F32, &device)?;
+//!     for _ in 0..5 {
+//!         x = memory.step(|| x.relu()? * 0.5)?;
+//!     }
+//!     let stats = memory.stats();
+//!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
+//!     println!("{stats}");
+//!     Ok(())
+//! }
+//! ```
+//!
+//! No handle goes through the model: while a step runs, the buffers that Candle allocates on this
+//! thread are served from it. A tensor that a step returns outlives it; where the next steps put it is
+//! learnt from the first. Scopes ([`memory_compiler::scope`]) in the model name where memory goes.
+
+use std::sync::Arc;
+
+use candle_core::{Device, Result};
+use memory_compiler::device::Host;
+use memory_compiler::{Bytes, Compiler, Error, Snapshot, Stats, hook};
+
+/// How a [`Memory`] works. `..Options::default()` for the rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// A graph break is an error, from the second run of a step's name on.
+    pub strict: bool,
+    /// Most physical bytes that steps may hold; `None` for what the device has.
+    pub budget: Option<Bytes>,
+    /// The page on the CPU: a power of two of at least 4 KiB. Smaller pages hold less beyond the peak
+    /// and cost more kernel mappings, of which a process has 65,530.
+    pub granule: Bytes,
+    /// The smallest buffer that is served on the CPU.
+    pub threshold: Bytes,
+    /// Addresses to reserve.
+    pub address_space: Bytes,
+}
+
+impl Default for Options {
+    /// Not strict, no budget, pages of 64 KiB, the rest as in [`memory_compiler::Options`].
+    fn default() -> Self {
+        let core = memory_compiler::Options::default();
+        Self {
+            strict: core.strict,
+            budget: core.budget,
+            granule: Bytes::kib(64),
+            threshold: core.threshold,
+            address_space: core.address_space,
+        }
+    }
+}
+
+/// A compiler for the memory of one Candle device.
+#[derive(Debug)]
+pub struct Memory {
+    compiler: Compiler,
+}
+
+/// A compiler for `device`, with default [`Options`].
+///
+/// # Errors
+/// As [`compiler_with`].
+pub fn compiler(device: &Device) -> Result<Memory> {
+    compiler_with(device, &Options::default())
+}
+
+/// A compiler for `device`.
+///
+/// # Errors
+/// [`memory_compiler::Error`], wrapped: `HookMissing` when the program's global allocator is not a
+/// [`hook::host::ScopedAllocator`] (the message is the lines to add), `Option` for an option that cannot
+/// work, `Device` when the system refuses. A device other than the CPU is refused in words.
+pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
+    if !device.is_cpu() {
+        candle_core::bail!(
+            "memory-compiler-candle serves Device::Cpu, not {:?}",
+            device.location()
+        );
+    }
+    if !hook::host::is_installed() {
+        return Err(wrap(Error::HookMissing));
+    }
+    let host = Host::new(options.granule).map_err(|source| {
+        wrap(Error::Option {
+            option: "granule",
+            reason: format!("{}: {source}", options.granule),
+        })
+    })?;
+    let core = memory_compiler::Options {
+        strict: options.strict,
+        budget: options.budget,
+        threshold: options.threshold,
+        address_space: options.address_space,
+    };
+    Ok(Memory {
+        compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
+    })
+}
+
+fn wrap(error: Error) -> candle_core::Error {
+    candle_core::Error::wrap(error)
+}
+
+/// An error of a step: the compiler's own, or what the closure returned.
+enum StepError {
+    Compiler(Error),
+    Candle(candle_core::Error),
+}
+
+impl From<Error> for StepError {
+    fn from(error: Error) -> Self {
+        Self::Compiler(error)
+    }
+}
+
+impl Memory {
+    /// Runs `f` as the step named `step`; [`Compiler::step`].
+    ///
+    /// # Errors
+    /// What `f` returns; else the compiler's error, wrapped: a strict break, memory that did not suffice.
+    pub fn step<T>(&mut self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.step_named("step", f)
+    }
+
+    /// Runs `f` as a step with a name of its own; [`Compiler::step_named`].
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn step_named<T>(&mut self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        let result = self
+            .compiler
+            .step_named(name, || f().map_err(StepError::Candle));
+        result.map_err(|error| match error {
+            StepError::Compiler(error) => wrap(error),
+            StepError::Candle(error) => error,
+        })
+    }
+
+    /// All numbers; [`Compiler::stats`].
+    pub fn stats(&mut self) -> Stats {
+        self.compiler.stats()
+    }
+
+    /// Gives idle memory back to the device; [`Compiler::trim`].
+    ///
+    /// # Errors
+    /// The device's refusal, wrapped.
+    pub fn trim(&mut self) -> Result<Bytes> {
+        self.compiler.trim().map_err(wrap)
+    }
+
+    /// What a checker needs to know; [`Compiler::snapshot`].
+    pub fn snapshot(&mut self) -> Snapshot {
+        self.compiler.snapshot()
+    }
+}

@@ -1,0 +1,356 @@
+//! Layer 4: a virtual range under a step graph, and the frames in it.
+//!
+//! ```text
+//!   Placer (which place)  +  Pages (which memory)  =  Arena: a place that can be written to
+//! ```
+//!
+//! A frame is *complete* when it has a page and all of its virtual pages are mapped. Trim makes
+//! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
+//! virtual pages, so that recorded addresses stay true.
+//!
+//! May import: layers 0, 2 (`placer`), 3, `pages`.
+
+use std::sync::Arc;
+
+use crate::bits::BitSet;
+use crate::device::{Call, Device, DeviceError, PageId};
+use crate::pages::{Pages, Refused};
+use crate::placer::{Place, Placer, Plan, Source, Space, Units};
+use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// Why the arena has no memory for a place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    OverBudget { budget: Bytes },
+    OutOfMemory { free: Bytes },
+    AddressSpace,
+    Device { call: Call, source: DeviceError },
+}
+
+impl From<Refused> for Refusal {
+    fn from(Refused { call, source }: Refused) -> Self {
+        Self::Device { call, source }
+    }
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    pub placer: Placer,
+    pages: Pages,
+    /// The page of each frame.
+    page_of: Vec<Option<PageId>>,
+    /// Frames without a page, or with an unmapped virtual page.
+    incomplete: BitSet,
+    budget: Option<Bytes>,
+    /// Grows when a frame becomes incomplete.
+    pub trims: u64,
+}
+
+impl Arena {
+    /// Reserves `address_space` bytes, rounded down to granules.
+    pub fn new(
+        device: Arc<dyn Device>,
+        address_space: Bytes,
+        budget: Option<Bytes>,
+    ) -> Result<Self, Refusal> {
+        let granule = device.granule();
+        let page_count = u32::try_from(address_space.0 / granule.0).unwrap_or(u32::MAX);
+        let page_units = u32::try_from(granule.0 / ALIGNMENT.0).expect("a granule is below 2 TiB");
+        // Places are counted in 32-bit units: 2 TiB of addresses.
+        let page_count = page_count.min(u32::MAX / page_units);
+        let pages = Pages::reserve(
+            device,
+            Bytes(u64::from(page_count) * granule.0),
+            page_count / 2,
+        )?;
+        Ok(Self {
+            placer: Placer::new(page_units, page_count),
+            pages,
+            page_of: Vec::new(),
+            incomplete: BitSet::default(),
+            budget,
+            trims: 0,
+        })
+    }
+
+    pub fn base(&self) -> Address {
+        self.pages.base
+    }
+
+    pub fn reserved(&self) -> Bytes {
+        self.pages.reserved
+    }
+
+    pub fn granule(&self) -> Bytes {
+        self.pages.granule
+    }
+
+    pub fn held(&self) -> Bytes {
+        self.pages.held()
+    }
+
+    pub fn calls(&self) -> u64 {
+        self.pages.calls()
+    }
+
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.pages.device
+    }
+
+    /// Whether any frame is incomplete.
+    pub fn is_trimmed(&self) -> bool {
+        self.incomplete.len() > 0
+    }
+
+    /// Whether every frame under `place` is complete.
+    pub fn is_complete(&self, place: Place) -> bool {
+        !self.is_trimmed()
+            || self
+                .placer
+                .pieces(place)
+                .all(|(frame, _, _)| !self.incomplete.contains(frame))
+    }
+
+    /// Chooses a place, makes it accessible and marks it used. A refusal changes nothing.
+    pub fn place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
+        let plan = self.placer.plan(len, space).ok_or(Refusal::AddressSpace)?;
+        if plan.maps.is_empty() {
+            self.complete(plan.place)?;
+            self.placer.occupy(plan.place);
+            return Ok(plan.place);
+        }
+        let mut frames: Vec<u32> = self
+            .placer
+            .pieces(plan.place)
+            .map(|(frame, _, _)| frame)
+            .collect();
+        frames.extend(plan.maps.iter().filter_map(|&(_, source)| match source {
+            Source::Frame(frame) => Some(frame),
+            Source::New => None,
+        }));
+        self.complete_frames(&frames)?;
+        let new_count = plan
+            .maps
+            .iter()
+            .filter(|(_, source)| *source == Source::New)
+            .count();
+        if space == Space::Survivors {
+            self.reuse_loose(new_count)?;
+        }
+        self.check_budget(new_count as u64, &frames)?;
+        let new = self.take_pages(new_count, &frames)?;
+        match self.map_plan(&plan, &new) {
+            Ok(()) => Ok(plan.place),
+            Err(refusal) => {
+                let news = plan
+                    .maps
+                    .iter()
+                    .filter(|(_, source)| *source == Source::New);
+                for (&(page, _), &id) in news.zip(&new) {
+                    self.pages.discard(page, &[id]);
+                }
+                Err(refusal)
+            }
+        }
+    }
+
+    fn map_plan(&mut self, plan: &Plan, new: &[PageId]) -> Result<(), Refusal> {
+        let mut new = new.iter().copied();
+        let ids: Vec<PageId> = plan
+            .maps
+            .iter()
+            .map(|&(_, source)| match source {
+                Source::Frame(frame) => self.page_of[frame as usize].expect("completed above"),
+                Source::New => new.next().expect("one page for each new frame"),
+            })
+            .collect();
+        self.pages.map(plan.maps[0].0, &ids)?;
+        let frames = self.placer.commit(plan);
+        self.page_of
+            .resize(self.placer.frame_count() as usize, None);
+        for (frame, id) in frames.into_iter().zip(ids) {
+            self.page_of[frame as usize] = Some(id);
+        }
+        Ok(())
+    }
+
+    /// Takes `count` pages, all or none.
+    fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
+        let mut new = Vec::with_capacity(count);
+        while new.len() < count {
+            match self.pages.take() {
+                Ok(id) => new.push(id),
+                // Idle memory of the other space goes first.
+                Err(Refused {
+                    source: DeviceError::OutOfMemory { .. },
+                    ..
+                }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
+                Err(error) => {
+                    for id in new {
+                        drop(self.pages.give_back(id));
+                    }
+                    // What is free now that everything taken for this place is back.
+                    let free = self.pages.device.memory().map(|info| info.free);
+                    return Err(match (error.source, free) {
+                        (DeviceError::OutOfMemory { .. }, Ok(free)) => {
+                            Refusal::OutOfMemory { free }
+                        }
+                        (DeviceError::OutOfMemory { info }, Err(_)) => {
+                            Refusal::OutOfMemory { free: info.free }
+                        }
+                        (source, _) => Refusal::Device {
+                            call: error.call,
+                            source,
+                        },
+                    });
+                }
+            }
+        }
+        Ok(new)
+    }
+
+    fn check_budget(&mut self, count: u64, keep: &[u32]) -> Result<(), Refusal> {
+        let Some(budget) = self.budget else {
+            return Ok(());
+        };
+        let over = |arena: &Self| {
+            let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
+            (arena.held().0 + more).saturating_sub(budget.0)
+        };
+        let missing = over(self).div_ceil(self.granule().0);
+        if missing > 0 {
+            self.trim_idle(missing, keep);
+        }
+        if over(self) > 0 {
+            Err(Refusal::OverBudget { budget })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
+    fn reuse_loose(&mut self, count: usize) -> Result<(), Refusal> {
+        let mut waited = false;
+        while self.pages.spare_count() < count as u64 {
+            let Some(frame) = self.placer.loose_frame() else {
+                break;
+            };
+            if !waited {
+                self.pages.synchronise()?;
+                waited = true;
+            }
+            self.incomplete.insert(frame);
+            self.trims += 1;
+            self.unmap_frame(frame)?;
+            self.incomplete.remove(frame);
+            self.placer.retire(frame);
+            if let Some(id) = self.page_of[frame as usize].take() {
+                self.pages.keep(id);
+            }
+        }
+        Ok(())
+    }
+
+    fn unmap_frame(&mut self, frame: u32) -> Result<(), Refused> {
+        for i in 0..self.placer.aliases(frame).len() {
+            let page = self.placer.aliases(frame)[i];
+            if self.pages.is_mapped(page) {
+                self.pages.unmap(page)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up to `limit` pages of idle frames back, but none of `keep`; returns how many.
+    fn trim_idle(&mut self, limit: u64, keep: &[u32]) -> u64 {
+        let idle: Vec<u32> = self
+            .placer
+            .idle_frames()
+            .filter(|&frame| self.page_of[frame as usize].is_some() && !keep.contains(&frame))
+            .take(usize::try_from(limit).unwrap_or(usize::MAX))
+            .collect();
+        let before = self.held().0;
+        self.trim_frames(&idle).ok();
+        (before - self.held().0) / self.granule().0
+    }
+
+    fn trim_frames(&mut self, frames: &[u32]) -> Result<(), Refused> {
+        if frames.is_empty() {
+            return Ok(());
+        }
+        self.pages.synchronise()?;
+        for &frame in frames {
+            self.incomplete.insert(frame);
+            self.trims += 1;
+            self.unmap_frame(frame)?;
+            if let Some(id) = self.page_of[frame as usize].take() {
+                self.pages.give_back(id)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of all idle frames back; their virtual pages and numbers stay.
+    pub fn trim(&mut self) -> Result<Bytes, Refusal> {
+        let before = self.held().0;
+        let idle: Vec<u32> = self
+            .placer
+            .idle_frames()
+            .filter(|&f| self.page_of[f as usize].is_some())
+            .collect();
+        self.trim_frames(&idle)?;
+        Ok(Bytes(before - self.held().0))
+    }
+
+    /// Makes the frames under `place` complete. A refusal leaves what it could complete.
+    pub fn complete(&mut self, place: Place) -> Result<(), Refusal> {
+        if self.is_complete(place) {
+            return Ok(());
+        }
+        let frames: Vec<u32> = self
+            .placer
+            .pieces(place)
+            .map(|(frame, _, _)| frame)
+            .collect();
+        self.complete_frames(&frames)
+    }
+
+    fn complete_frames(&mut self, frames: &[u32]) -> Result<(), Refusal> {
+        if !self.is_trimmed() {
+            return Ok(());
+        }
+        let missing: Vec<u32> = frames
+            .iter()
+            .copied()
+            .filter(|&frame| self.incomplete.contains(frame))
+            .collect();
+        let without = missing
+            .iter()
+            .filter(|&&frame| self.page_of[frame as usize].is_none())
+            .count();
+        self.check_budget(without as u64, frames)?;
+        for frame in missing {
+            if self.page_of[frame as usize].is_none() {
+                let id = self.take_pages(1, frames)?[0];
+                self.page_of[frame as usize] = Some(id);
+            }
+            let id = self.page_of[frame as usize].expect("taken above");
+            for i in 0..self.placer.aliases(frame).len() {
+                let page = self.placer.aliases(frame)[i];
+                if !self.pages.is_mapped(page) {
+                    self.pages.map(page, &[id])?;
+                }
+            }
+            self.incomplete.remove(frame);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        let pages = std::mem::take(&mut self.page_of);
+        self.pages.close(pages.into_iter().flatten());
+    }
+}

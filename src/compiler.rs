@@ -1,0 +1,422 @@
+//! Layer 5: what a program holds: a compiler, a step, a scope.
+//!
+//! [`Compiler`] owns the memory of one device. [`Compiler::step`] runs a closure as a step: inside,
+//! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
+//! closure, for programs that place buffers themselves.
+//!
+//! May import: `engine`, `current`, and below; `hook/host` for the least threshold.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::arena::Arena;
+use crate::current::{self, Bookkeeping};
+use crate::device::{Device, StreamId};
+use crate::engine::{Allocation, Engine, OnError, Shared};
+use crate::error::Error;
+use crate::graph::live::PAGE_UNITS_LIMIT;
+use crate::hook::host::SMALLEST_THRESHOLD;
+use crate::stats::{Stats, StepReport};
+use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// How a compiler works. `..Options::default()` for the rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// A graph break is an error, from the second run of a step's name on.
+    pub strict: bool,
+    /// Most physical bytes that the compiler may own; `None` for what the device has.
+    pub budget: Option<Bytes>,
+    /// The smallest buffer that the CPU hook serves; at least
+    /// [`SMALLEST_THRESHOLD`](crate::hook::host::SMALLEST_THRESHOLD). Smaller ones are many and cost
+    /// little where they are.
+    pub threshold: Bytes,
+    /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
+    /// make it smaller where the system refuses (`ulimit -v`, valgrind).
+    pub address_space: Bytes,
+}
+
+impl Default for Options {
+    /// Not strict, no budget, a threshold of 16 KiB, 256 GiB of addresses.
+    fn default() -> Self {
+        Self {
+            strict: false,
+            budget: None,
+            threshold: Bytes::kib(16),
+            address_space: Bytes::gib(256),
+        }
+    }
+}
+
+/// Records steps and replays them; see the [crate documentation](crate).
+///
+/// Dropping it leaves the buffers that are still live valid; the memory goes back to the device with
+/// the last of them.
+#[derive(Debug)]
+pub struct Compiler {
+    /// `None` while a step is active.
+    engine: Option<Box<Engine>>,
+    serial: u64,
+}
+
+impl Compiler {
+    /// Reserves addresses on `device`; memory comes as steps need it.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for an option that cannot work, [`Error::Device`] when the device refuses
+    /// the addresses.
+    pub fn new(device: Arc<dyn Device>, options: Options) -> Result<Self, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        let granule = device.granule();
+        let wrong = |option, reason: String| Err(Error::Option { option, reason });
+        if options.address_space.0 / granule.0 < 2 {
+            let reason = format!(
+                "{} is less than two pages of {granule}",
+                options.address_space
+            );
+            return wrong("address_space", reason);
+        }
+        if let Some(budget) = options.budget
+            && budget < granule
+        {
+            return wrong(
+                "budget",
+                format!("{budget} is less than one page of {granule}"),
+            );
+        }
+        if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
+            return wrong("granule", format!("{granule} is above 32 MiB"));
+        }
+        if options.threshold < SMALLEST_THRESHOLD {
+            let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);
+            return wrong("threshold", reason);
+        }
+        let host_threshold = if device.is_host_memory() {
+            options.threshold
+        } else {
+            Bytes(u64::MAX)
+        };
+        let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget)
+            .map_err(|refusal| match refusal {
+                crate::arena::Refusal::Device { call, source } => Error::Device { call, source },
+                _ => Error::AddressSpace {
+                    asked: options.address_space,
+                    reserved: Bytes::ZERO,
+                },
+            })?;
+        let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
+        current::register(&shared);
+        Ok(Self {
+            engine: Some(Box::new(Engine::new(
+                shared,
+                arena,
+                options.strict,
+                host_threshold,
+            ))),
+            serial: 0,
+        })
+    }
+
+    fn engine(&mut self) -> Option<&mut Engine> {
+        // After `mem::forget` of a step the engine is still on the thread that began it.
+        if self.engine.is_none() {
+            self.engine = current::uninstall(self.serial);
+            if let Some(engine) = &mut self.engine {
+                engine.abort();
+            }
+        }
+        self.engine.as_deref_mut()
+    }
+
+    /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
+    /// A step that is dropped without [`Step::finish`] aborts.
+    ///
+    /// # Errors
+    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
+    pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().ok_or(Error::StepActive)?;
+        let mut engine = self.engine.take().expect("seen above");
+        engine.begin(name);
+        let serial = engine.serial;
+        self.serial = serial;
+        current::install(engine);
+        Ok(Step {
+            compiler: self,
+            serial,
+            thread: PhantomData,
+        })
+    }
+
+    /// Runs `f` as the step named `step`. An error of `f` and a panic abort the step: its live buffers
+    /// stay valid, nothing is learnt from it, and the next step just runs.
+    ///
+    /// # Errors
+    /// What `f` returns; else what the step met inside a hook, where no call could return it:
+    /// [`Error::Strict`], [`Error::OverBudget`], [`Error::OutOfMemory`], and so on.
+    pub fn step<T, E: From<Error>>(&mut self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+        self.step_named("step", f)
+    }
+
+    /// The same under a name of its own: the first run of a name counts no break, and strict mode
+    /// begins with its second.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn step_named<T, E: From<Error>>(
+        &mut self,
+        name: &str,
+        f: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let step = self.begin(name)?;
+        let result = f()?;
+        step.finish()?;
+        Ok(result)
+    }
+
+    /// All numbers, between steps. All zero while a step is leaked on another thread.
+    pub fn stats(&mut self) -> Stats {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().map(Engine::stats).unwrap_or_default()
+    }
+
+    /// Gives the memory of pages back that no live buffer uses. Addresses stay recorded: the next step
+    /// maps new memory under them, which costs device calls once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses; what was given back until then stays given back.
+    pub fn trim(&mut self) -> Result<Bytes, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().ok_or(Error::StepActive)?.trim()
+    }
+
+    /// What a checker needs to know at this moment.
+    pub fn snapshot(&mut self) -> Snapshot {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().map(Snapshot::of).unwrap_or_default()
+    }
+}
+
+impl Drop for Compiler {
+    fn drop(&mut self) {
+        // A step leaked on another thread keeps its engine: its buffers must stay valid.
+        if self.engine().is_some()
+            && let Some(engine) = self.engine.take()
+        {
+            current::orphan(engine);
+        }
+    }
+}
+
+/// A step that is active on this thread. It cannot be sent to another one; dropped without
+/// [`finish`](Self::finish) it aborts.
+#[derive(Debug)]
+pub struct Step<'c> {
+    compiler: &'c mut Compiler,
+    serial: u64,
+    thread: PhantomData<*const ()>,
+}
+
+impl Step<'_> {
+    fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        current::with_step(self.serial, f).ok_or(Error::NoStep)
+    }
+
+    /// Places a buffer.
+    ///
+    /// # Errors
+    /// [`Error::Strict`] for a break of a strict step, [`Error::OverBudget`], [`Error::OutOfMemory`],
+    /// [`Error::AddressSpace`], [`Error::Device`]. The step is as before the call.
+    pub fn alloc(&self, size: Bytes) -> Result<Allocation, Error> {
+        self.with(|engine| engine.alloc(size, OnError::Fail))?
+    }
+
+    /// Places a buffer if `stream` is the one that the step serves.
+    ///
+    /// # Errors
+    /// As [`alloc`](Self::alloc).
+    pub fn alloc_on(&self, stream: StreamId, size: Bytes) -> Result<Allocation, Error> {
+        self.with(|engine| {
+            if engine.stream == stream {
+                return engine.alloc(size, OnError::Fail);
+            }
+            engine.count_passed_through();
+            Ok(Allocation::Elsewhere)
+        })?
+    }
+
+    /// Frees a buffer of any compiler; [`free`](crate::free).
+    ///
+    /// # Errors
+    /// [`Error::BadFree`].
+    pub fn free(&self, address: Address) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        current::free(address)
+    }
+
+    /// Frees a buffer that work on `stream` may still use; [`free_on`](crate::free_on).
+    ///
+    /// # Errors
+    /// [`Error::BadFree`], [`Error::Device`].
+    pub fn free_on(&self, stream: StreamId, address: Address) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        current::free_on(stream, address)
+    }
+
+    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0.
+    pub fn use_stream(&self, stream: StreamId) {
+        // Without the engine there is nothing to bind.
+        drop(self.with(|engine| engine.stream = stream));
+    }
+
+    /// All numbers so far.
+    pub fn stats(&self) -> Stats {
+        self.with(Engine::stats).unwrap_or_default()
+    }
+
+    /// What a checker needs to know at this moment.
+    pub fn snapshot(&self) -> Snapshot {
+        self.with(Snapshot::of).unwrap_or_default()
+    }
+
+    /// Ends the step and makes it the tape of its branch.
+    ///
+    /// # Errors
+    /// The first error that the step met inside a hook.
+    pub fn finish(self) -> Result<StepReport, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        let mut engine = current::uninstall(self.serial).ok_or(Error::NoStep)?;
+        let report = engine.end();
+        self.compiler.engine = Some(engine);
+        report
+    }
+
+    /// Ends the step without learning from it; the same as dropping it.
+    pub fn abort(self) {}
+}
+
+impl Drop for Step<'_> {
+    fn drop(&mut self) {
+        let _bookkeeping = Bookkeeping::begin();
+        if let Some(mut engine) = current::uninstall(self.serial) {
+            engine.abort();
+            self.compiler.engine = Some(engine);
+        }
+    }
+}
+
+/// A scope that is open until this is dropped.
+#[derive(Debug)]
+#[must_use = "the scope closes when this is dropped: bind it with `let _scope = …`"]
+pub struct Scope {
+    /// The step's serial, 0 for none, and the depth at which the scope is open.
+    step: u64,
+    depth: usize,
+    thread: PhantomData<*const ()>,
+}
+
+/// Opens a named scope in the innermost step of this thread. It names where memory goes, in statistics
+/// and errors; it changes nothing else, may be nested, repeated, skipped or left early, and costs a
+/// few nanoseconds where no step is active.
+///
+/// ```
+/// fn block() {
+///     let _scope = memory_compiler::scope("down.0");
+///     // … allocations are counted under step/down.0 …
+/// }
+/// # block();
+/// ```
+pub fn scope(name: &str) -> Scope {
+    open_scope(name, false)
+}
+
+/// The same; inside, a graph break is an error whatever [`Options::strict`] says.
+pub fn strict_scope(name: &str) -> Scope {
+    open_scope(name, true)
+}
+
+fn open_scope(name: &str, strict: bool) -> Scope {
+    let opened = current::with_innermost(|engine| (engine.serial, engine.enter(name, strict)));
+    let (step, depth) = opened.unwrap_or_default();
+    Scope {
+        step,
+        depth,
+        thread: PhantomData,
+    }
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        if self.step != 0 {
+            // When its step is over it was closed, and counted as left open, at the end.
+            current::with_step(self.step, |engine| engine.leave(self.depth));
+        }
+    }
+}
+
+/// Until this is dropped, allocations of this thread's innermost step pass through.
+#[derive(Debug)]
+#[must_use = "the pause ends when this is dropped: bind it with `let _pause = …`"]
+pub struct Pause {
+    step: u64,
+    thread: PhantomData<*const ()>,
+}
+
+/// Pauses the innermost step of this thread: allocations pass through to the framework's own allocator,
+/// frees still find their owner. Pauses nest; the step goes on when the last guard is dropped.
+pub fn pause() -> Pause {
+    let step = current::with_innermost(|engine| {
+        engine.pause();
+        engine.serial
+    });
+    Pause {
+        step: step.unwrap_or(0),
+        thread: PhantomData,
+    }
+}
+
+impl Drop for Pause {
+    fn drop(&mut self) {
+        if self.step != 0 {
+            current::with_step(self.step, Engine::resume);
+        }
+    }
+}
+
+/// What a checker needs to know of a compiler at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// First address of the reserved range.
+    pub base: Address,
+    /// The smallest page of the device.
+    pub granule: Bytes,
+    /// Virtual pages, counted from `base`, and the frame under each; ascending, only those with one.
+    pub frames: Vec<(u32, u32)>,
+    /// Live buffers by address; sizes rounded up to 512 B.
+    pub live: Vec<(Address, Bytes)>,
+}
+
+impl Snapshot {
+    fn of(engine: &mut Engine) -> Self {
+        engine.drain();
+        let base = engine.shared.base;
+        Self {
+            base,
+            granule: engine.shared.device.granule(),
+            frames: engine.frames(),
+            live: engine.live(),
+        }
+    }
+
+    /// The frame under an address.
+    #[must_use]
+    pub fn frame_at(&self, address: Address) -> Option<u32> {
+        let page =
+            u32::try_from(address.checked_offset_from(self.base)?.0 / self.granule.0).ok()?;
+        let at = self
+            .frames
+            .binary_search_by_key(&page, |&(page, _)| page)
+            .ok()?;
+        Some(self.frames[at].1)
+    }
+}

@@ -1,0 +1,269 @@
+//! Layer 5: which compilers serve this thread, and who owns an address.
+//!
+//! ```text
+//!   Compiler::begin  --engine-->  ACTIVE of this thread (innermost step last)  --engine-->  end
+//!   free(address):  an active step of this thread?  else the registry: queue it for its engine;
+//!                   a compiler that was dropped left its engine there, its last free ends it
+//! ```
+//!
+//! During a step the engine lies in a thread-local and nobody else can reach it, so it needs no lock.
+//! The thread-locals are initialised at compile time and are never dropped, so that an allocator may
+//! use them at any time in a thread's life, also in destructors of other thread-locals. Every entry
+//! borrows for the length of one call: what the engine itself allocates finds it borrowed (or `BUSY`)
+//! and passes through.
+//!
+//! May import: layers 0 to 4, `engine`.
+
+use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::device::{Call, Fence, StreamId};
+use crate::engine::{Allocation, Engine, Freed, OnError, Shared};
+use crate::error::{BadFree, Error};
+use crate::units::{Address, Bytes};
+
+/// Boxed: an engine is large and changes hands at every step.
+type Active = RefCell<Vec<Box<Engine>>>;
+
+thread_local! {
+    static ACTIVE: ManuallyDrop<Active> =
+        const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    static BUSY: Cell<u32> = const { Cell::new(0) };
+    static PROBE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Engines that own addresses; never dropped.
+static REGISTRY: RwLock<Vec<Arc<Shared>>> = RwLock::new(Vec::new());
+/// All their ranges lie in between, so that most frees are told foreign in two compares.
+static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
+static HIGHEST: AtomicU64 = AtomicU64::new(0);
+
+/// While it lives, nothing that this thread allocates is served by a step.
+#[derive(Debug)]
+pub(crate) struct Bookkeeping(());
+
+impl Bookkeeping {
+    pub fn begin() -> Self {
+        BUSY.set(BUSY.get() + 1);
+        Self(())
+    }
+}
+
+impl Drop for Bookkeeping {
+    fn drop(&mut self) {
+        BUSY.set(BUSY.get() - 1);
+    }
+}
+
+/// Makes an engine's addresses known.
+pub(crate) fn register(shared: &Arc<Shared>) {
+    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
+    registry.push(Arc::clone(shared));
+    LOWEST.fetch_min(shared.base.0, Ordering::Release);
+    HIGHEST.fetch_max(shared.base.0 + shared.size.0, Ordering::Release);
+}
+
+/// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
+fn deregister(shared: &Arc<Shared>) {
+    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
+    registry.retain(|other| !Arc::ptr_eq(other, shared));
+}
+
+fn owner(address: Address) -> Option<Arc<Shared>> {
+    let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
+    registry
+        .iter()
+        .find(|shared| shared.contains(address))
+        .cloned()
+}
+
+/// Whether any compiler may own the address.
+#[inline]
+pub(crate) fn may_own(address: Address) -> bool {
+    address.0 >= LOWEST.load(Ordering::Relaxed) && address.0 < HIGHEST.load(Ordering::Relaxed)
+}
+
+/// Makes an engine the innermost one of this thread.
+pub(crate) fn install(engine: Box<Engine>) {
+    ACTIVE.with(|active| active.borrow_mut().push(engine));
+}
+
+/// Takes the engine of a step off this thread.
+pub(crate) fn uninstall(serial: u64) -> Option<Box<Engine>> {
+    ACTIVE.with(|active| {
+        let mut active = active.borrow_mut();
+        let at = active.iter().position(|engine| engine.serial == serial)?;
+        Some(active.remove(at))
+    })
+}
+
+/// Calls `f` with the engine of a step, if it is active on this thread.
+pub(crate) fn with_step<T>(serial: u64, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        active
+            .iter_mut()
+            .find(|engine| engine.serial == serial)
+            .map(|engine| f(engine))
+    })
+}
+
+/// Calls `f` with the innermost engine of this thread.
+#[inline]
+pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
+    ACTIVE.with(|active| {
+        active
+            .try_borrow_mut()
+            .ok()?
+            .last_mut()
+            .map(|engine| f(engine))
+    })
+}
+
+/// Whether the compiler itself is at work on this thread.
+pub(crate) fn is_busy() -> bool {
+    BUSY.get() > 0
+}
+
+/// Serves an allocation of host memory from the innermost step of this thread that has any to give;
+/// `None` where there is none, for buffers below its threshold, and while the compiler itself
+/// allocates.
+#[inline]
+pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
+    if BUSY.get() > 0 {
+        PROBE.set(false);
+        return None;
+    }
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.host_threshold <= size)?;
+        match engine.alloc(size, OnError::Postpone) {
+            Ok(Allocation::Here(address)) => Some(address),
+            Ok(Allocation::Elsewhere) | Err(_) => None,
+        }
+    })
+}
+
+/// Whether a compiler owns the address.
+pub(crate) fn owns(address: Address) -> bool {
+    may_own(address) && !is_busy() && owner(address).is_some()
+}
+
+/// Finds out whether this thread's allocations come past the CPU hook.
+#[derive(Debug)]
+pub(crate) struct Probe(Bookkeeping);
+
+impl Probe {
+    pub fn begin() -> Self {
+        PROBE.set(true);
+        Self(Bookkeeping::begin())
+    }
+
+    pub fn was_seen(&self) -> bool {
+        !PROBE.replace(false)
+    }
+}
+
+/// Frees a buffer that an active step of this thread owns; `None` where none owns the address.
+#[inline]
+pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
+        Some(engine.free(address))
+    })
+}
+
+/// Frees a buffer of any compiler of this process: from any thread, during a step or outside, also
+/// after the compiler was dropped. No work may still use the memory; [`free_on`] is for that.
+///
+/// On the thread of the step that owns the buffer the free takes effect at once; elsewhere it waits
+/// for the owner's next event, and a bad free is counted in the owner's
+/// [`Stats`](crate::Stats::bad_frees).
+///
+/// # Errors
+/// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
+/// and no buffer is live there.
+pub fn free(address: Address) -> Result<(), Error> {
+    free_here(address).unwrap_or_else(|| free_elsewhere(address, None))
+}
+
+/// The same for memory that work on `stream` may still use: reuse waits for a fence behind it.
+///
+/// # Errors
+/// As [`free`], and [`Error::Device`] when the device refuses a fence (the buffer then stays live).
+pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
+    let here = ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
+        if engine.stream != stream {
+            let ordered = order(&engine.shared, stream).and_then(|fence| {
+                let waited = engine.shared.device.wait(engine.stream, fence);
+                waited.map_err(|source| Error::Device {
+                    call: Call::Wait,
+                    source,
+                })
+            });
+            if let Err(error) = ordered {
+                return Some(Err(error));
+            }
+        }
+        Some(engine.free(address))
+    });
+    here.unwrap_or_else(|| free_elsewhere(address, Some(stream)))
+}
+
+fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
+    shared.device.fence(stream).map_err(|source| Error::Device {
+        call: Call::Fence,
+        source,
+    })
+}
+
+/// Queues a free for the engine that owns the address, or applies it where the compiler is gone.
+#[cold]
+pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Result<(), Error> {
+    let _bookkeeping = Bookkeeping::begin();
+    let shared = owner(address).ok_or(Error::BadFree {
+        address,
+        reason: BadFree::Unknown,
+    })?;
+    let fence = stream.map(|stream| order(&shared, stream)).transpose()?;
+    shared.push_free(Freed { address, fence });
+    // In this order: either the compiler's drop sees the free, or we see that it was dropped.
+    reap(&shared);
+    Ok(())
+}
+
+/// Ends a compiler: at once, or with its last buffer.
+pub(crate) fn orphan(mut engine: Box<Engine>) {
+    let _bookkeeping = Bookkeeping::begin();
+    let shared = Arc::clone(&engine.shared);
+    engine.drain();
+    *shared.orphan.lock().unwrap_or_else(PoisonError::into_inner) = Some(engine);
+    reap(&shared);
+}
+
+/// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
+fn reap(shared: &Arc<Shared>) {
+    let mut orphan = shared.orphan.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(engine) = &mut *orphan else { return };
+    engine.drain();
+    if engine.live_count() == 0 {
+        deregister(shared);
+        let engine = orphan.take();
+        drop(orphan);
+        drop(engine);
+    }
+}

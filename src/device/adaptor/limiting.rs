@@ -1,0 +1,86 @@
+//! A device with less memory than it has.
+
+use std::sync::Mutex;
+
+use super::{forward, lock};
+use crate::device::{Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::units::{Address, Bytes};
+
+/// Lets at most so many bytes of physical pages be alive.
+#[derive(Debug)]
+pub struct Limiting<D> {
+    upstream: D,
+    limit: Bytes,
+    /// At most `limit`. A `create` that is still upstream counts already.
+    held: Mutex<Bytes>,
+}
+
+impl<D: Device> Limiting<D> {
+    /// At most `limit` bytes of pages of `upstream`, of which none is created yet.
+    #[must_use]
+    pub fn new(upstream: D, limit: Bytes) -> Self {
+        Self {
+            upstream,
+            limit,
+            held: Mutex::default(),
+        }
+    }
+
+    /// The device under the limit.
+    #[must_use]
+    pub fn upstream(&self) -> &D {
+        &self.upstream
+    }
+
+    /// Bytes of living pages.
+    #[must_use]
+    pub fn held(&self) -> Bytes {
+        *lock(&self.held)
+    }
+}
+
+impl<D: Device> Device for Limiting<D> {
+    forward!(self => self.upstream;
+        granule, is_host_memory, reserve, unreserve, map, allow, unmap,
+        synchronise, fence, wait, write, read, fill);
+
+    /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.
+    fn create(&self) -> Result<PageId, DeviceError> {
+        let granule = self.granule();
+        {
+            let mut held = lock(&self.held);
+            match held
+                .checked_add(granule)
+                .filter(|&after| after <= self.limit)
+            {
+                Some(after) => *held = after,
+                None => {
+                    let info = MemoryInfo {
+                        free: self.limit.saturating_sub(*held),
+                        total: self.limit,
+                    };
+                    return Err(DeviceError::OutOfMemory { info });
+                }
+            }
+        }
+        self.upstream
+            .create()
+            .inspect_err(|_| lock(&self.held).0 -= granule.0)
+    }
+
+    fn release(&self, page: PageId) -> Result<(), DeviceError> {
+        self.upstream.release(page)?;
+        lock(&self.held).0 -= self.granule().0;
+        Ok(())
+    }
+
+    /// What upstream says, or the limit where that is less.
+    fn memory(&self) -> Result<MemoryInfo, DeviceError> {
+        let MemoryInfo { free, total } = self.upstream.memory()?;
+        let left = self.limit.saturating_sub(self.held());
+        Ok(MemoryInfo {
+            free: free.min(left),
+            total: total.min(self.limit),
+        })
+    }
+}

@@ -1,0 +1,104 @@
+//! Devices around a device: each takes its upstream first and is a [`Device`] itself.
+//!
+//! ```text
+//!   Failing::new(Counting::new(Limiting::new(Host::new(granule)?, Bytes::gib(1))))
+//!   a failed call is not counted; a refused one is
+//! ```
+//!
+//! | adaptor | what it adds |
+//! |---|---|
+//! | [`Counting`] | books of every call and of what is alive |
+//! | [`Limiting`] | at most so many bytes of pages |
+//! | [`Failing`] | the n-th call fails, and never reaches upstream |
+//! | [`Streams`] | streams whose work runs when a test says so |
+//!
+//! An `Arc` of a device is a device too, so that a test keeps a handle on the adaptor that it gives
+//! away. No adaptor holds its lock while it calls upstream.
+//!
+//! May import: `device`, `units`.
+
+mod counting;
+mod failing;
+mod limiting;
+mod streams;
+
+pub use counting::{Books, Counting};
+pub use failing::{Failing, Repeat};
+pub use limiting::Limiting;
+pub use streams::{Streams, Work};
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::units::{Address, Bytes};
+
+/// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
+/// self.upstream; granule, map)`.
+macro_rules! forward {
+    ($self:ident => $upstream:expr; $($method:ident),+ $(,)?) => {
+        $( forward!(@ $method $self $upstream); )+
+    };
+    (@ granule $self:ident $upstream:expr) => { forward!(@@ granule() -> Bytes, $self $upstream); };
+    (@ is_host_memory $self:ident $upstream:expr) => {
+        forward!(@@ is_host_memory() -> bool, $self $upstream);
+    };
+    (@ reserve $self:ident $upstream:expr) => {
+        forward!(@@ reserve(size: Bytes) -> Result<Address, DeviceError>, $self $upstream);
+    };
+    (@ unreserve $self:ident $upstream:expr) => {
+        forward!(@@ unreserve(base: Address, size: Bytes) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ create $self:ident $upstream:expr) => {
+        forward!(@@ create() -> Result<PageId, DeviceError>, $self $upstream);
+    };
+    (@ release $self:ident $upstream:expr) => {
+        forward!(@@ release(page: PageId) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ map $self:ident $upstream:expr) => {
+        forward!(@@ map(at: Address, page: PageId) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ allow $self:ident $upstream:expr) => {
+        forward!(@@ allow(at: Address, size: Bytes) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ unmap $self:ident $upstream:expr) => {
+        forward!(@@ unmap(at: Address, size: Bytes) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ synchronise $self:ident $upstream:expr) => {
+        forward!(@@ synchronise() -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ fence $self:ident $upstream:expr) => {
+        forward!(@@ fence(stream: StreamId) -> Result<Fence, DeviceError>, $self $upstream);
+    };
+    (@ wait $self:ident $upstream:expr) => {
+        forward!(@@ wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ memory $self:ident $upstream:expr) => {
+        forward!(@@ memory() -> Result<MemoryInfo, DeviceError>, $self $upstream);
+    };
+    (@ write $self:ident $upstream:expr) => {
+        forward!(@@ write(at: Address, bytes: &[u8]) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ read $self:ident $upstream:expr) => {
+        forward!(@@ read(at: Address, bytes: &mut [u8]) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ fill $self:ident $upstream:expr) => {
+        forward!(@@ fill(at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@@ $method:ident($($name:ident: $kind:ty),*) -> $result:ty, $self:ident $upstream:expr) => {
+        fn $method(&$self, $($name: $kind),*) -> $result {
+            $upstream.$method($($name),*)
+        }
+    };
+}
+use forward;
+
+impl<D: Device + ?Sized> Device for Arc<D> {
+    forward!(self => (**self);
+        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap,
+        synchronise, fence, wait, memory, write, read, fill);
+}
+
+/// Locks what no adaptor leaves half-changed when a panic passes.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

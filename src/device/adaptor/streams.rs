@@ -1,0 +1,264 @@
+//! Streams whose work runs when a test says so.
+//!
+//! ```text
+//!   stream 1   read A | fence f                  nothing has run yet
+//!   stream 2   wait f | write A                  the write cannot run before the read
+//! ```
+//!
+//! Each stream is a queue that runs from its head; a wait at the head holds its stream until the work
+//! before the fence is done. A fence names only work enqueued before it, so some head can always run.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Mutex;
+
+use super::{forward, lock};
+use crate::device::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::units::{Address, Bytes};
+
+/// Simulated streams over a device: work is enqueued, and runs in an order that a seed decides.
+///
+/// A test that frees a buffer while work of another stream is still enqueued proves with it that the
+/// buffer is not overwritten early: every seed is another legal order, and each read tells what it
+/// saw. Only [`enqueue_read`](Streams::enqueue_read) and [`enqueue_write`](Streams::enqueue_write)
+/// are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
+/// Work whose memory is gone by the time it runs has failed, which its result says.
+#[derive(Debug)]
+pub struct Streams<D> {
+    upstream: D,
+    queues: Mutex<Queues>,
+}
+
+/// A piece of work on a stream, to ask for what it saw.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Work(u64);
+
+#[derive(Debug, Default)]
+struct Queues {
+    streams: BTreeMap<u64, Queue>,
+    /// Fences issued and not yet waited for.
+    fences: BTreeMap<u64, Point>,
+    /// Finished work: what a read saw, nothing for a write.
+    results: BTreeMap<Work, Result<Vec<u8>, DeviceError>>,
+    next_fence: u64,
+    next_work: u64,
+}
+
+/// One stream. Items ever enqueued = `done` + the ones in the queue.
+#[derive(Debug, Default)]
+struct Queue {
+    items: VecDeque<Item>,
+    done: u64,
+}
+
+/// The first `count` items of a stream.
+#[derive(Clone, Copy, Debug)]
+struct Point {
+    stream: u64,
+    count: u64,
+}
+
+#[derive(Debug)]
+enum Item {
+    Read {
+        work: Work,
+        at: Address,
+        size: Bytes,
+    },
+    Write {
+        work: Work,
+        at: Address,
+        bytes: Vec<u8>,
+    },
+    Wait(Point),
+}
+
+impl Queues {
+    fn new_work(&mut self) -> Work {
+        self.next_work += 1;
+        Work(self.next_work - 1)
+    }
+
+    fn is_done(&self, point: Point) -> bool {
+        self.streams
+            .get(&point.stream)
+            .map_or(0, |queue| queue.done)
+            >= point.count
+    }
+
+    /// Streams whose head can run now.
+    fn runnable(&self) -> Vec<u64> {
+        let head_can_run = |queue: &Queue| match queue.items.front() {
+            None => false,
+            Some(Item::Wait(point)) => self.is_done(*point),
+            Some(Item::Read { .. } | Item::Write { .. }) => true,
+        };
+        let able = self.streams.iter().filter(|(_, queue)| head_can_run(queue));
+        able.map(|(&stream, _)| stream).collect()
+    }
+}
+
+impl<D: Device> Streams<D> {
+    /// Idle streams over `upstream`, whose own streams are never asked.
+    #[must_use]
+    pub fn new(upstream: D) -> Self {
+        Self {
+            upstream,
+            queues: Mutex::default(),
+        }
+    }
+
+    /// The device under the streams.
+    #[must_use]
+    pub fn upstream(&self) -> &D {
+        &self.upstream
+    }
+
+    /// Enqueues a read of `size` bytes at `at`; [`saw`](Streams::saw) tells what it read.
+    pub fn enqueue_read(&self, stream: StreamId, at: Address, size: Bytes) -> Work {
+        let mut queues = lock(&self.queues);
+        let work = queues.new_work();
+        queues
+            .streams
+            .entry(stream.0)
+            .or_default()
+            .items
+            .push_back(Item::Read { work, at, size });
+        work
+    }
+
+    /// Enqueues a write of `bytes` to `at`.
+    pub fn enqueue_write(&self, stream: StreamId, at: Address, bytes: &[u8]) -> Work {
+        let bytes = bytes.to_vec();
+        let mut queues = lock(&self.queues);
+        let work = queues.new_work();
+        queues
+            .streams
+            .entry(stream.0)
+            .or_default()
+            .items
+            .push_back(Item::Write { work, at, bytes });
+        work
+    }
+
+    /// Runs everything that is enqueued, in an order of the streams that `seed` decides: bursts of
+    /// random length, so that one stream may run far ahead of another.
+    pub fn run_all(&self, seed: u64) {
+        let mut random = seed;
+        loop {
+            let runnable = lock(&self.queues).runnable();
+            let Some(last) = runnable.len().checked_sub(1) else {
+                break;
+            };
+            let choice = split_mix(&mut random);
+            let stream = runnable[(choice % (last as u64 + 1)) as usize];
+            let burst = 1 << (choice >> 60);
+            for _ in 0..burst {
+                if !self.run_next(StreamId(stream)) {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Runs what stands at the head of `stream`. Returns whether something ran: not when the stream is
+    /// idle or waits for another one.
+    pub fn run_next(&self, stream: StreamId) -> bool {
+        let item = {
+            let mut queues = lock(&self.queues);
+            if !queues.runnable().contains(&stream.0) {
+                return false;
+            }
+            queues
+                .streams
+                .get_mut(&stream.0)
+                .and_then(|queue| queue.items.pop_front())
+        };
+        let Some(item) = item else { return false };
+        let result = match item {
+            Item::Read { work, at, size } => {
+                let mut bytes = vec![0; size.0 as usize];
+                Some((work, self.upstream.read(at, &mut bytes).map(|()| bytes)))
+            }
+            Item::Write { work, at, bytes } => {
+                Some((work, self.upstream.write(at, &bytes).map(|()| Vec::new())))
+            }
+            Item::Wait(_) => None,
+        };
+        let mut queues = lock(&self.queues);
+        queues.results.extend(result);
+        queues.streams.entry(stream.0).or_default().done += 1;
+        true
+    }
+
+    /// What `work` came to: `None` before it ran; then the bytes that a read saw, no bytes for a write,
+    /// or the error that the access was.
+    #[must_use]
+    pub fn saw(&self, work: Work) -> Option<Result<Vec<u8>, DeviceError>> {
+        lock(&self.queues).results.get(&work).cloned()
+    }
+
+    /// Items enqueued and not yet run, waits included.
+    #[must_use]
+    pub fn pending(&self) -> usize {
+        lock(&self.queues)
+            .streams
+            .values()
+            .map(|queue| queue.items.len())
+            .sum()
+    }
+}
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): enough randomness for an order.
+fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+impl<D: Device> Device for Streams<D> {
+    forward!(self => self.upstream;
+        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
+
+    /// Runs everything that is enqueued.
+    fn synchronise(&self) -> Result<(), DeviceError> {
+        self.run_all(0);
+        self.upstream.synchronise()
+    }
+
+    /// A fence behind what any thread has enqueued on `stream` so far.
+    fn fence(&self, stream: StreamId) -> Result<Fence, DeviceError> {
+        let mut queues = lock(&self.queues);
+        let count = queues
+            .streams
+            .get(&stream.0)
+            .map_or(0, |queue| queue.done + queue.items.len() as u64);
+        let fence = queues.next_fence;
+        queues.next_fence += 1;
+        queues.fences.insert(
+            fence,
+            Point {
+                stream: stream.0,
+                count,
+            },
+        );
+        Ok(Fence(fence))
+    }
+
+    fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError> {
+        let mut queues = lock(&self.queues);
+        let reason = "the fence was issued and not yet waited for";
+        let point = queues.fences.remove(&fence.0).ok_or(DeviceError::Invalid {
+            call: Call::Wait,
+            reason,
+        })?;
+        queues
+            .streams
+            .entry(stream.0)
+            .or_default()
+            .items
+            .push_back(Item::Wait(point));
+        Ok(())
+    }
+}

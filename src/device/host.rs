@@ -1,0 +1,526 @@
+//! Memory of this machine as a device, on Linux.
+//!
+//! ```text
+//!   places   | p0 | p2 |    | p0 |     reserved with mmap(PROT_NONE), mapped with MAP_FIXED
+//!              |    |         |
+//!   pieces   | 0  | 1  | 2  |          one memfd; piece = page = one granule of it
+//!              p0   p2   free
+//! ```
+//!
+//! One page under two places is one piece of a file mapped twice with `MAP_SHARED`, so an alias is
+//! the same memory, not a copy. The books (who is mapped where) are kept here and checked before
+//! the kernel is asked; [`os`] holds the system calls and all unsafe code.
+//!
+//! Invariants:
+//! - a piece belongs to at most one living page; pieces in `free_pieces` hold no memory;
+//! - a page counts exactly the places that it stands under;
+//! - an address of a range is always mapped to something, so no other `mmap` can take it;
+//! - the lock is held across the system calls but never while calling what could call back: no
+//!   upstream, no log. The books are B-trees, whose nodes are a few hundred bytes: an allocator that
+//!   serves *large* buffers from this device is not entered from here.
+//!
+//! May import: `device`, `units`.
+
+mod os;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use self::os::{Errno, PageFile, Range, Spare};
+use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::units::{Address, Bytes};
+
+/// Memory of this machine: pages that can stand under many addresses at once.
+///
+/// An address of it is an address of this process. Memory that is mapped but not yet
+/// [allowed](Device::allow) has no access rights, so that touching it is a `SIGSEGV` and a forgotten
+/// `allow` is found. A child made by `fork` does not inherit mapped places (`MADV_DONTFORK`).
+///
+/// A page is backed when it is created, so that want of memory is an error there and not a `SIGBUS`
+/// later. Where a container limits memory, the kernel may still end the process instead of failing
+/// the call (cgroups(7)): [`Limiting`](super::adaptor::Limiting) is the cure.
+///
+/// The kernel allows a process 65,530 mappings by default (`vm.max_map_count`, proc_sys_vm(5));
+/// neighbouring places over neighbouring pages count as one. `create` therefore takes the lowest free
+/// piece of the file: pages created in a row and mapped in a row stay one mapping. At that limit
+/// `map`, and an `allow` or `unmap` that would split a mapping, fail with `ENOMEM` and change nothing;
+/// an `unmap` that splits none still works, so that a caller can take back what it mapped last.
+///
+/// Its streams are idle: work on the CPU is done when the call returns, so fences are checked but
+/// nothing waits. [`Streams`](super::adaptor::Streams) simulates busy ones.
+///
+/// # Panics
+/// In debug builds, dropping it panics when something is still reserved or created, unless the thread
+/// panics already. Everything goes back to the system either way.
+///
+/// # Example
+/// ```
+/// use memory_compiler::device::{Device, Host};
+/// use memory_compiler::units::Address;
+///
+/// let host = Host::new(Host::default_granule())?;
+/// let granule = host.granule();
+/// let base = host.reserve(memory_compiler::units::Bytes(2 * granule.0))?;
+/// let (left, right) = (base, Address(base.0 + granule.0));
+///
+/// let page = host.create()?;
+/// host.map(left, page)?;
+/// host.map(right, page)?;
+/// host.allow(left, granule)?;
+/// host.allow(right, granule)?;
+///
+/// host.write(left, b"one page")?;
+/// let mut seen = [0; 8];
+/// host.read(right, &mut seen)?;
+/// assert_eq!(&seen, b"one page");
+///
+/// host.unmap(left, granule)?;
+/// host.unmap(right, granule)?;
+/// host.release(page)?;
+/// host.unreserve(base, memory_compiler::units::Bytes(2 * granule.0))?;
+/// # Ok::<(), memory_compiler::device::DeviceError>(())
+/// ```
+pub struct Host {
+    /// A power of two and a multiple of the operating system's page.
+    granule: Bytes,
+    file: PageFile,
+    books: Mutex<Books>,
+}
+
+/// Who is where.
+#[derive(Debug, Default)]
+struct Books {
+    /// Reserved ranges by their base.
+    ranges: BTreeMap<Address, Range>,
+    /// Mapped granules.
+    places: BTreeMap<Address, Place>,
+    /// Living pages.
+    pages: BTreeMap<PageId, Page>,
+    /// Pieces of the file below `piece_count` that belong to no page.
+    free_pieces: BTreeSet<u64>,
+    /// Pieces that the file is long.
+    piece_count: u64,
+    /// The next page's number: every page ever created has a smaller one.
+    next_page: u64,
+    /// Fences issued and not yet waited for.
+    fences: BTreeSet<u64>,
+    next_fence: u64,
+    /// Given up so that `unmap` works where the kernel allows no further mapping; `None` only between
+    /// that and the next `unmap` that leaves room for it.
+    spare: Option<Spare>,
+}
+
+/// A granule of a range with a page under it.
+#[derive(Debug)]
+struct Place {
+    page: PageId,
+    allowed: bool,
+}
+
+/// A piece of the file, and under how many places it stands.
+#[derive(Debug)]
+struct Page {
+    piece: u64,
+    place_count: u64,
+}
+
+impl Books {
+    /// The reserved range that holds all of `at .. at + size`.
+    fn range(&self, call: Call, at: Address, size: Bytes) -> Result<&Range, DeviceError> {
+        let below = self.ranges.range(..=at).next_back();
+        below
+            .map(|(_, range)| range)
+            .filter(|range| range.contains(at, size))
+            .ok_or(invalid(call, "the place is not inside one reserved range"))
+    }
+
+    /// How many granules of `at .. at + size` are mapped.
+    fn mapped_count(&self, at: Address, size: Bytes) -> u64 {
+        self.places.range(at..Address(at.0 + size.0)).count() as u64
+    }
+}
+
+fn invalid(call: Call, reason: &'static str) -> DeviceError {
+    DeviceError::Invalid { call, reason }
+}
+
+/// For `map_err`: the system call under `call` failed.
+fn driver(call: Call) -> impl Fn(Errno) -> DeviceError {
+    move |code| DeviceError::Driver { call, code }
+}
+
+impl Host {
+    /// A device with pages of `granule` bytes and as much memory as the machine has.
+    ///
+    /// # Errors
+    /// [`Invalid`](DeviceError::Invalid) unless `granule` is a power of two and a multiple of the
+    /// operating system's page; [`Driver`](DeviceError::Driver) when `memfd_create` or `mmap` fails.
+    pub fn new(granule: Bytes) -> Result<Self, DeviceError> {
+        if !granule.0.is_power_of_two() || granule < os::page_size() {
+            let reason = "the granule is a power of two and a multiple of the system's page";
+            return Err(invalid(Call::Create, reason));
+        }
+        let file = PageFile::new().map_err(driver(Call::Create))?;
+        let spare = Spare::new().map_err(driver(Call::Create))?;
+        let books = Books {
+            spare: Some(spare),
+            ..Books::default()
+        };
+        Ok(Self {
+            granule,
+            file,
+            books: Mutex::new(books),
+        })
+    }
+
+    /// 2 MiB, a GPU's granule and a huge page of most CPUs; more where the system's page is larger.
+    #[must_use]
+    pub fn default_granule() -> Bytes {
+        Bytes::mib(2).max(os::page_size())
+    }
+
+    /// Memory that the kernel keeps for this device's pages.
+    ///
+    /// # Errors
+    /// [`Driver`](DeviceError::Driver) when `fstat` fails.
+    pub fn resident(&self) -> Result<Bytes, DeviceError> {
+        self.file.resident().map_err(driver(Call::Memory))
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        // Books are changed after the last thing that can panic: a poisoned lock guards good ones.
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checks that `at .. at + size` is a non-empty row of granules.
+    fn check_granules(&self, call: Call, at: Address, size: Bytes) -> Result<(), DeviceError> {
+        if !at.0.is_multiple_of(self.granule.0) || !size.0.is_multiple_of(self.granule.0) {
+            return Err(invalid(call, "place and size are multiples of the granule"));
+        }
+        if size == Bytes::ZERO {
+            return Err(invalid(call, "the size is not zero"));
+        }
+        at.checked_add(size)
+            .map(|_| ())
+            .ok_or(invalid(call, "the end is an address"))
+    }
+
+    /// The books, after checking that every byte of `at .. at + size` may be accessed. The memory
+    /// stays accessible, and no other call of this device touches it, while the guard lives.
+    fn accessible(
+        &self,
+        call: Call,
+        at: Address,
+        size: Bytes,
+    ) -> Result<MutexGuard<'_, Books>, DeviceError> {
+        let books = self.books();
+        if size == Bytes::ZERO {
+            return Ok(books);
+        }
+        let end = at
+            .checked_add(size)
+            .ok_or(invalid(call, "the end is an address"))?;
+        let first = Address(at.0 - at.0 % self.granule.0);
+        let granule_count = (end.0 - first.0).div_ceil(self.granule.0);
+        let allowed = books
+            .places
+            .range(first..end)
+            .filter(|(_, place)| place.allowed);
+        if allowed.count() as u64 != granule_count {
+            return Err(invalid(
+                call,
+                "memory is accessed only where it is mapped and allowed",
+            ));
+        }
+        Ok(books)
+    }
+
+    fn offset(&self, piece: u64) -> Bytes {
+        Bytes(piece * self.granule.0)
+    }
+}
+
+impl Device for Host {
+    fn granule(&self) -> Bytes {
+        self.granule
+    }
+
+    fn is_host_memory(&self) -> bool {
+        true
+    }
+
+    fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
+        self.check_granules(Call::Reserve, Address(0), size)?;
+        let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;
+        let base = range.base();
+        self.books().ranges.insert(base, range);
+        Ok(base)
+    }
+
+    fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError> {
+        let mut books = self.books();
+        let range = books.ranges.get(&base).filter(|range| range.size() == size);
+        let range = range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
+        if books.mapped_count(base, size) > 0 {
+            return Err(invalid(
+                Call::Unreserve,
+                "a range goes after all of its mappings",
+            ));
+        }
+        range.give_back().map_err(driver(Call::Unreserve))?;
+        books.ranges.remove(&base);
+        Ok(())
+    }
+
+    fn create(&self) -> Result<PageId, DeviceError> {
+        let mut books = self.books();
+        let piece = books
+            .free_pieces
+            .first()
+            .copied()
+            .unwrap_or(books.piece_count);
+        match self.file.back(self.offset(piece), self.granule) {
+            Ok(()) => {}
+            Err(libc::ENOSPC | libc::ENOMEM) => {
+                drop(books);
+                return Err(DeviceError::OutOfMemory {
+                    info: self.memory()?,
+                });
+            }
+            Err(code) => {
+                return Err(DeviceError::Driver {
+                    call: Call::Create,
+                    code,
+                });
+            }
+        }
+        if !books.free_pieces.remove(&piece) {
+            books.piece_count += 1;
+        }
+        let page = PageId(books.next_page);
+        books.next_page += 1;
+        books.pages.insert(
+            page,
+            Page {
+                piece,
+                place_count: 0,
+            },
+        );
+        Ok(page)
+    }
+
+    fn release(&self, page: PageId) -> Result<(), DeviceError> {
+        let mut books = self.books();
+        let Page { piece, place_count } = *books
+            .pages
+            .get(&page)
+            .ok_or(invalid(Call::Release, "no such page lives"))?;
+        if place_count > 0 {
+            return Err(invalid(Call::Release, "a page goes after its last mapping"));
+        }
+        self.file
+            .punch(self.offset(piece), self.granule)
+            .map_err(driver(Call::Release))?;
+        books.pages.remove(&page);
+        books.free_pieces.insert(piece);
+        Ok(())
+    }
+
+    fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError> {
+        self.check_granules(Call::Map, at, self.granule)?;
+        let mut books = self.books();
+        let range = books.range(Call::Map, at, self.granule)?;
+        if books.places.contains_key(&at) {
+            return Err(invalid(Call::Map, "the place is mapped already"));
+        }
+        let piece = books
+            .pages
+            .get(&page)
+            .ok_or(invalid(Call::Map, "no such page lives"))?
+            .piece;
+        range
+            .map(at, self.granule, &self.file, self.offset(piece))
+            .map_err(driver(Call::Map))?;
+        books.places.insert(
+            at,
+            Place {
+                page,
+                allowed: false,
+            },
+        );
+        books.pages.get_mut(&page).expect("found above").place_count += 1;
+        Ok(())
+    }
+
+    fn allow(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
+        self.check_granules(Call::Allow, at, size)?;
+        let mut books = self.books();
+        let range = books.range(Call::Allow, at, size)?;
+        if books.mapped_count(at, size) != size.0 / self.granule.0 {
+            return Err(invalid(Call::Allow, "every granule is mapped"));
+        }
+        let end = Address(at.0 + size.0);
+        if let Err(code) = range.allow(at, size) {
+            // mprotect(2) may stop half-way. If taking the rights back fails as well, the books still
+            // say that the place is not allowed, and only a stray access goes unnoticed.
+            for (&place, _) in books
+                .places
+                .range(at..end)
+                .filter(|(_, place)| !place.allowed)
+            {
+                let _ = range.forbid(place, self.granule);
+            }
+            return Err(DeviceError::Driver {
+                call: Call::Allow,
+                code,
+            });
+        }
+        books
+            .places
+            .range_mut(at..end)
+            .for_each(|(_, place)| place.allowed = true);
+        Ok(())
+    }
+
+    fn unmap(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
+        self.check_granules(Call::Unmap, at, size)?;
+        let mut books = self.books();
+        let range = books.range(Call::Unmap, at, size)?;
+        if books.mapped_count(at, size) != size.0 / self.granule.0 {
+            return Err(invalid(Call::Unmap, "every granule is mapped"));
+        }
+        let mut cleared = range.clear(at, size);
+        if cleared == Err(libc::ENOMEM) && books.spare.is_some() {
+            books.spare = None;
+            cleared = books.range(Call::Unmap, at, size)?.clear(at, size);
+        }
+        if books.spare.is_none() {
+            books.spare = Spare::new().ok();
+        }
+        cleared.map_err(driver(Call::Unmap))?;
+        for place in (at.0..at.0 + size.0).step_by(self.granule.0 as usize) {
+            let Place { page, .. } = books.places.remove(&Address(place)).expect("counted above");
+            books
+                .pages
+                .get_mut(&page)
+                .expect("a mapped page lives")
+                .place_count -= 1;
+        }
+        Ok(())
+    }
+
+    /// Work on the CPU is done when its call returns.
+    fn synchronise(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn fence(&self, _stream: StreamId) -> Result<Fence, DeviceError> {
+        let mut books = self.books();
+        let fence = books.next_fence;
+        books.next_fence += 1;
+        books.fences.insert(fence);
+        Ok(Fence(fence))
+    }
+
+    fn wait(&self, _stream: StreamId, fence: Fence) -> Result<(), DeviceError> {
+        if self.books().fences.remove(&fence.0) {
+            Ok(())
+        } else {
+            Err(invalid(
+                Call::Wait,
+                "the fence was issued and not yet waited for",
+            ))
+        }
+    }
+
+    /// `MemAvailable` and `MemTotal` of proc_meminfo(5): what can be had without swapping, the page
+    /// cache that the kernel would drop included. Without `/proc`, sysinfo(2), which leaves that out.
+    fn memory(&self) -> Result<MemoryInfo, DeviceError> {
+        if let Some(info) = meminfo() {
+            return Ok(info);
+        }
+        let (free, total) = os::free_and_total().map_err(driver(Call::Memory))?;
+        Ok(MemoryInfo { free, total })
+    }
+
+    fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError> {
+        let _books = self.accessible(Call::Write, at, Bytes(bytes.len() as u64))?;
+        // SAFETY: the place is mapped and allowed, and the guard keeps other calls out. Whoever reads
+        // it through a pointer at the same time answers for that race.
+        unsafe { os::copy_in(at, bytes) }
+        Ok(())
+    }
+
+    fn read(&self, at: Address, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        let _books = self.accessible(Call::Read, at, Bytes(bytes.len() as u64))?;
+        // SAFETY: the place is mapped and allowed, and the guard keeps other calls out. Whoever writes
+        // to it through a pointer at the same time answers for that race.
+        unsafe { os::copy_out(at, bytes) }
+        Ok(())
+    }
+
+    fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
+        let _books = self.accessible(Call::Fill, at, size)?;
+        // SAFETY: the place is mapped and allowed, and the guard keeps other calls out. Whoever reads
+        // it through a pointer at the same time answers for that race.
+        unsafe { os::fill(at, size, value) }
+        Ok(())
+    }
+}
+
+/// Memory by `/proc/meminfo`, without a heap allocation; `None` where it cannot be read.
+fn meminfo() -> Option<MemoryInfo> {
+    let mut text = [0; 4096];
+    let mut length = 0;
+    let mut file = File::open("/proc/meminfo").ok()?;
+    while length < text.len() {
+        match file.read(&mut text[length..]).ok()? {
+            0 => break,
+            read => length += read,
+        }
+    }
+    let text = std::str::from_utf8(&text[..length]).ok()?;
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+        Some(Bytes(kib.checked_mul(1024)?))
+    };
+    Some(MemoryInfo {
+        free: field("MemAvailable:")?,
+        total: field("MemTotal:")?,
+    })
+}
+
+impl fmt::Debug for Host {
+    /// Counts only: a busy device has thousands of places.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("Host");
+        shown.field("granule", &self.granule);
+        if let Ok(books) = self.books.try_lock() {
+            shown
+                .field("range_count", &books.ranges.len())
+                .field("page_count", &books.pages.len())
+                .field("place_count", &books.places.len());
+        }
+        shown.finish_non_exhaustive()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for range in books.ranges.values() {
+            // Fails only at the kernel's limit of mappings; the addresses then stay reserved.
+            let _ = range.give_back();
+        }
+        debug_assert!(
+            std::thread::panicking() || (books.ranges.is_empty() && books.pages.is_empty()),
+            "{} ranges and {} pages were given back before their device was dropped",
+            books.ranges.len(),
+            books.pages.len(),
+        );
+    }
+}

@@ -1,0 +1,399 @@
+//! Layer 5: one compiler's working parts, and the two calls that a replayed step consists of.
+//!
+//! ```text
+//!   alloc --> next tape entry agrees? --yes--> its address                       (this file)
+//!                     | no
+//!                     v
+//!             position survives? edge recorded? neither? --> survivors' space,
+//!             another tape, or a new edge over placer and arena                  (record.rs)
+//!
+//!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
+//! ```
+//!
+//! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
+//! (`current`), the orphanage after the compiler was dropped. So it needs no lock. Frees that arrive
+//! elsewhere wait in [`Shared`] and are applied at its next call.
+//!
+//! The hot path is `alloc` and `free` below: no lock, no map, no device call, no allocation.
+//!
+//! May import: layers 0 to 4, `scopes`, `stats`.
+
+mod record;
+mod shared;
+mod steps;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(crate) use shared::{Freed, Shared};
+
+use crate::arena::{Arena, Refusal};
+use crate::device::StreamId;
+use crate::error::{BadFree, Error};
+use crate::graph::live::LiveTable;
+use crate::graph::tape::{SURVIVOR, Tapes};
+use crate::graph::{Graph, Kind};
+use crate::mix::MixBuild;
+use crate::placer::{Space, Units};
+use crate::scopes::{Position, Scopes};
+use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// Where an allocation went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Allocation {
+    /// Served by the compiler at this address.
+    Here(Address),
+    /// Not served: no bytes, paused, or for another stream. The framework's own allocator has it.
+    Elsewhere,
+}
+
+/// What to do with an allocation that breaks a strict step or finds no memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnError {
+    /// Return the error at the call.
+    Fail,
+    /// Serve it or pass it on; the step returns the error at its end.
+    Postpone,
+}
+
+/// Numbers of the step that is active, or of the last one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    pub events: u64,
+    pub allocs: u64,
+    pub recorded: u64,
+    pub survivors: u64,
+    pub breaks: u64,
+    pub calls: u64,
+    pub peak: u64,
+}
+
+/// Numbers of all steps.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Totals {
+    pub steps: u64,
+    pub recorded: u64,
+    pub replayed: u64,
+    pub breaks: u64,
+    pub obstructed: u64,
+    pub passed_through: u64,
+    pub bad_frees: u64,
+    pub bad_scopes: u64,
+    pub aborts: u64,
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub shared: Arc<Shared>,
+    /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
+    pub host_threshold: Bytes,
+    tapes: Tapes,
+    /// Hash of the state.
+    hash: u128,
+    pub scopes: Scopes,
+    table: LiveTable,
+    graph: Graph,
+    /// Units in live buffers.
+    live: u64,
+    /// Most of those since `fold_peak`.
+    recent_peak: u64,
+    /// Live buffers that are part of the state.
+    own_count: u64,
+    arena: Arena,
+
+    /// Units in live survivors and obstacles.
+    outside: u64,
+    outside_count: u64,
+    obstacles: u64,
+    /// Placements that became live in the survivors' space in this step, and what of them still is.
+    young: Vec<u32>,
+    young_count: u64,
+    young_len: u64,
+    peak: u64,
+    own_peak: u64,
+    outside_peak: u64,
+
+    survivors: HashSet<Position, MixBuild>,
+    /// Grows when an entry of a tape may have become unsafe to follow.
+    epoch: u64,
+    seen_trims: u64,
+    /// First edge of the break that is going on.
+    break_from: Option<u32>,
+    strict: bool,
+    paused: u32,
+    paused_cursor: usize,
+    pub stream: StreamId,
+    /// Number of the step, unique in the process; guards compare it.
+    pub serial: u64,
+    active: Option<Active>,
+    last_aborted: bool,
+    finished: HashSet<u32, MixBuild>,
+    step: Counts,
+    totals: Totals,
+}
+
+/// A step that is going on.
+#[derive(Debug)]
+struct Active {
+    name: u32,
+    /// Whether a step of this name has finished before: breaks count, and strict applies.
+    graded: bool,
+    began: Instant,
+    calls_before: u64,
+    error: Option<Error>,
+}
+
+impl Engine {
+    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool, host_threshold: Bytes) -> Self {
+        let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
+        let split = arena.placer.page_ranges()[1].0;
+        Self {
+            shared,
+            host_threshold,
+            tapes: Tapes::default(),
+            hash: 0,
+            scopes: Scopes::default(),
+            table: LiveTable::new(page_units, split),
+            graph: Graph::default(),
+            live: 0,
+            recent_peak: 0,
+            own_count: 0,
+            arena,
+            outside: 0,
+            outside_count: 0,
+            obstacles: 0,
+            young: Vec::new(),
+            young_count: 0,
+            young_len: 0,
+            peak: 0,
+            own_peak: 0,
+            outside_peak: 0,
+            survivors: HashSet::default(),
+            epoch: 1,
+            seen_trims: 0,
+            break_from: None,
+            strict,
+            paused: 0,
+            paused_cursor: usize::MAX,
+            stream: StreamId::default(),
+            serial: 0,
+            active: None,
+            last_aborted: false,
+            finished: HashSet::default(),
+            step: Counts::default(),
+            totals: Totals::default(),
+        }
+    }
+
+    /// Live buffers of any kind.
+    pub fn live_count(&self) -> u64 {
+        self.own_count + self.outside_count
+    }
+
+    /// Serves an allocation of the active step.
+    #[inline]
+    pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
+        if self.shared.has_frees() {
+            self.drain();
+        }
+        let wide = wide_units(size);
+        if let Some(entry) = self.tapes.tape.get(self.tapes.cursor)
+            && u64::from(entry.len) == wide
+            && entry.context == self.scopes.context
+            && entry.state == self.hash
+            && entry.edge != SURVIVOR
+        {
+            self.tapes.cursor += 1;
+            self.hash ^= entry.mix;
+            self.table.set(entry.slot, Some(entry.placement));
+            self.scopes.count((entry.counter, entry.nth), entry.len);
+            self.own_count += 1;
+            self.live += wide;
+            self.recent_peak = self.recent_peak.max(self.live);
+            self.step.events += 1;
+            self.step.allocs += 1;
+            return Ok(Allocation::Here(self.shared.address(entry.start)));
+        }
+        self.alloc_slow(size, on_error)
+    }
+
+    /// Frees the buffer that starts at `address`, which lies in this engine's range.
+    #[inline]
+    pub fn free(&mut self, address: Address) -> Result<(), Error> {
+        if self.shared.has_frees() {
+            self.drain();
+        }
+        self.apply_free(address)
+    }
+
+    #[inline]
+    fn apply_free(&mut self, address: Address) -> Result<(), Error> {
+        let offset = address.0.wrapping_sub(self.shared.base.0);
+        let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
+            self.table
+                .find((offset / ALIGNMENT.0) as u32)
+                .and_then(|slot| Some((slot, self.table.get(slot)?)))
+        } else {
+            None
+        };
+        let Some((slot, number)) = live else {
+            self.totals.bad_frees += 1;
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::NotLive,
+            });
+        };
+        self.table.set(slot, None);
+        self.step.events += 1;
+        let placement = &self.graph.placements[number as usize];
+        self.live -= u64::from(placement.place.len);
+        if placement.kind == Kind::Own {
+            self.hash ^= placement.mix;
+            self.own_count -= 1;
+        } else {
+            self.free_outside(number);
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn free_outside(&mut self, number: u32) {
+        let placement = &mut self.graph.placements[number as usize];
+        let len = u64::from(placement.place.len);
+        match placement.kind {
+            Kind::Obstacle => {
+                placement.kind = Kind::Own;
+                self.obstacles -= 1;
+            }
+            Kind::Young => {
+                placement.kind = Kind::Survivor;
+                self.young_count -= 1;
+                self.young_len -= len;
+            }
+            Kind::Own | Kind::Survivor => {}
+        }
+        // `live` is already without it.
+        self.fold_peak_at(self.live + len);
+        self.outside -= len;
+        self.outside_count -= 1;
+        self.recent_peak = self.live;
+    }
+
+    /// Applies the frees that other threads queued.
+    #[cold]
+    pub fn drain(&mut self) {
+        for freed in self.shared.take_frees() {
+            if let Some(fence) = freed.fence
+                && let Err(error) = self.arena.device().wait(self.stream, fence)
+            {
+                // Reuse is only safe behind the fence; waiting for everything is behind it too.
+                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+                if self.arena.device().synchronise().is_err() {
+                    self.totals.bad_frees += 1;
+                    continue;
+                }
+            }
+            // Counted where it is bad; nobody waits for the answer.
+            drop(self.apply_free(freed.address));
+        }
+    }
+
+    /// Tells scopes and totals how much was live at most, before what the peaks consist of changes.
+    fn fold_peak(&mut self) {
+        self.fold_peak_at(self.live);
+    }
+
+    fn fold_peak_at(&mut self, live: u64) {
+        let peak = self.recent_peak.max(live);
+        self.scopes.fold_peak(peak);
+        self.peak = self.peak.max(peak);
+        self.own_peak = self.own_peak.max(peak.saturating_sub(self.outside));
+        self.outside_peak = self.outside_peak.max(self.outside);
+        self.recent_peak = self.live;
+    }
+
+    /// Brings the placer up to date with what was allocated and freed since.
+    fn sync_placer(&mut self) {
+        let placements = &self.graph.placements;
+        let placer = std::cell::RefCell::new(&mut self.arena.placer);
+        self.table.sync(
+            |number| {
+                placer
+                    .borrow_mut()
+                    .vacate(placements[number as usize].place)
+            },
+            |number| {
+                placer
+                    .borrow_mut()
+                    .occupy(placements[number as usize].place)
+            },
+        );
+    }
+
+    /// What a refusal of the arena means to the caller.
+    fn error(&self, refusal: Refusal, len: Units) -> Error {
+        let asked = Bytes(u64::from(len) * ALIGNMENT.0);
+        let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
+        match refusal {
+            Refusal::OverBudget { budget } => Error::OverBudget {
+                asked,
+                held,
+                live,
+                free: budget.saturating_sub(held),
+                budget,
+            },
+            Refusal::OutOfMemory { free } => Error::OutOfMemory {
+                asked,
+                held,
+                live,
+                free,
+            },
+            Refusal::AddressSpace => Error::AddressSpace {
+                asked,
+                reserved: self.arena.reserved(),
+            },
+            Refusal::Device { call, source } => Error::Device { call, source },
+        }
+    }
+
+    /// Places a buffer in a space and makes it live, outside the state where `kind` says so.
+    fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
+        self.sync_placer();
+        let place = self.arena.place(len, space);
+        self.note_trims();
+        let place = place.map_err(|refusal| self.error(refusal, len))?;
+        let number = match self.graph.placement_at(place) {
+            Some(number) => number,
+            None => {
+                let slot = self.table.slot(place.start);
+                let kind = if space == Space::Step {
+                    Kind::Own
+                } else {
+                    Kind::Survivor
+                };
+                self.graph.add_placement(place, slot, kind)
+            }
+        };
+        self.table
+            .set_known(self.graph.placements[number as usize].slot, number);
+        Ok(number)
+    }
+
+    /// Leaves tapes alone whose frames may have lost their memory.
+    fn note_trims(&mut self) {
+        if self.arena.trims != self.seen_trims {
+            self.seen_trims = self.arena.trims;
+            self.epoch += 1;
+            self.tapes.leave();
+        }
+    }
+}
+
+/// A size in whole units; 0 for no bytes, and for the last few below 2^64.
+#[inline]
+fn wide_units(size: Bytes) -> u64 {
+    size.0.wrapping_add(ALIGNMENT.0 - 1) / ALIGNMENT.0
+}

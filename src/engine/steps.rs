@@ -1,0 +1,380 @@
+//! The life of a step: begin, end, abort; survivors; trim; numbers.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::{Active, Counts, Engine};
+use crate::error::Error;
+use crate::graph::Kind;
+use crate::graph::tape::SURVIVOR;
+use crate::stats::{BranchStats, Stats, StepReport};
+use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// Steps of the process so far.
+static SERIAL: AtomicU64 = AtomicU64::new(1);
+
+impl Engine {
+    /// Begins a step; none is active.
+    pub fn begin(&mut self, name: &str) {
+        debug_assert!(self.active.is_none());
+        self.drain();
+        for number in self.young.drain(..) {
+            let kind = &mut self.graph.placements[number as usize].kind;
+            if *kind == Kind::Young {
+                *kind = Kind::Survivor;
+            }
+        }
+        (self.young_count, self.young_len) = (0, 0);
+        self.settle_survivors();
+        self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        let name = self.scopes.root(name);
+        self.step = Counts::default();
+        self.totals.steps += 1;
+        self.break_from = None;
+        self.check_tapes(name);
+        let branch = self.tapes.last_of(name);
+        self.tapes.begin(
+            branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch),
+        );
+        self.recent_peak = self.live;
+        self.scopes.enter_root(name, self.live);
+        self.active = Some(Active {
+            name,
+            graded: self.finished.contains(&name),
+            began: Instant::now(),
+            calls_before: self.arena.calls(),
+            error: None,
+        });
+    }
+
+    /// Buffers of the last step that are still live leave the state and stay where they are; their
+    /// positions are served from the survivors' space from now on.
+    fn settle_survivors(&mut self) {
+        if self.own_count == 0 {
+            debug_assert_eq!(self.hash, 0);
+            return;
+        }
+        self.fold_peak();
+        let live: Vec<_> = self
+            .tapes
+            .run()
+            .filter(|entry| {
+                entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement)
+            })
+            .map(|entry| (entry.placement, (entry.counter, entry.nth)))
+            .collect();
+        let mut found = false;
+        // The last allocation at a placement is the one that is live.
+        for (number, position) in live.into_iter().rev() {
+            let placement = &mut self.graph.placements[number as usize];
+            if placement.kind != Kind::Own {
+                continue;
+            }
+            placement.kind = Kind::Obstacle;
+            self.hash ^= placement.mix;
+            self.own_count -= 1;
+            self.outside += u64::from(placement.place.len);
+            self.outside_count += 1;
+            self.obstacles += 1;
+            if !self.last_aborted && self.survivors.insert(position) {
+                self.scopes.add_survivor(position);
+                found = true;
+            }
+        }
+        debug_assert_eq!(
+            (self.hash, self.own_count),
+            (0, 0),
+            "every live buffer was made in the last step"
+        );
+        self.epoch += 1;
+        self.fold_peak();
+        if found {
+            for entry in self
+                .tapes
+                .branches
+                .iter_mut()
+                .flat_map(|branch| &mut branch.tape)
+            {
+                if self.survivors.contains(&(entry.counter, entry.nth)) {
+                    entry.edge = SURVIVOR;
+                }
+            }
+        }
+    }
+
+    /// Finds out which tapes of a name may be followed, where something has changed since.
+    fn check_tapes(&mut self, name: u32) {
+        let outdated = |engine: &Self, at: usize| {
+            let branch = &engine.tapes.branches[at];
+            branch.name == name && branch.epoch != engine.epoch
+        };
+        if !(0..self.tapes.branches.len()).any(|at| outdated(self, at)) {
+            return;
+        }
+        // Nothing of the state is live: what is in the way now are obstacles.
+        self.sync_placer();
+        for at in 0..self.tapes.branches.len() {
+            if outdated(self, at) && self.tape_is_safe(at) {
+                self.tapes.branches[at].epoch = self.epoch;
+            }
+        }
+    }
+
+    fn tape_is_safe(&self, branch: usize) -> bool {
+        let all_free = self.obstacles == 0 && !self.arena.is_trimmed();
+        self.tapes.branches[branch].tape.iter().all(|entry| {
+            if entry.edge == SURVIVOR {
+                return true;
+            }
+            let place = self.graph.placements[entry.placement as usize].place;
+            !self.graph.edges[entry.edge as usize].dead
+                && (all_free || self.arena.placer.is_free(place) && self.arena.is_complete(place))
+        })
+    }
+
+    /// Ends the active step.
+    pub fn end(&mut self) -> Result<StepReport, Error> {
+        self.drain();
+        let active = self.active.take().ok_or(Error::NoStep)?;
+        self.resume_all();
+        if self.scopes.depth() > 1 {
+            self.totals.bad_scopes += self.scopes.depth() as u64 - 1;
+        }
+        self.fold_peak();
+        self.close_scopes();
+        self.step.calls = self.arena.calls() - active.calls_before;
+        let report = self.report();
+        self.totals.replayed += report.replayed;
+        if let Some(error) = active.error {
+            // Some of its buffers lie elsewhere: nothing to learn from.
+            self.tapes.leave();
+            self.last_aborted = true;
+            return Err(error);
+        }
+        self.last_aborted = false;
+        self.finished.insert(active.name);
+        let safe = self.obstacles == 0 && !self.arena.is_trimmed() && self.step.recorded == 0;
+        let (at, replayed) = self.tapes.end(active.name, self.serial);
+        let epoch = self.epoch;
+        let branch = &mut self.tapes.branches[at as usize];
+        if !replayed {
+            // Recorded tapes are checked when they are first used.
+            branch.epoch = if safe { epoch } else { 0 };
+            for (index, entry) in branch.tape.iter().enumerate() {
+                if entry.edge != SURVIVOR {
+                    self.graph.edges[entry.edge as usize].hint = (at, index as u32);
+                }
+            }
+        }
+        branch.last_run = self.serial;
+        branch.events = self.step.events;
+        branch.runs += 1;
+        branch.replays += u64::from(replayed);
+        branch.breaks += self.step.breaks;
+        branch.last_breaks = self.step.breaks;
+        branch.device_calls += self.step.calls;
+        branch.last_device_calls = self.step.calls;
+        branch.peak = self.step.peak;
+        branch.time += active.began.elapsed();
+        Ok(report)
+    }
+
+    /// Ends the active step without learning from it. Live buffers stay valid.
+    pub fn abort(&mut self) {
+        self.drain();
+        let Some(active) = self.active.take() else {
+            return;
+        };
+        self.resume_all();
+        self.fold_peak();
+        self.close_scopes();
+        self.tapes.leave();
+        self.step.calls = self.arena.calls() - active.calls_before;
+        self.totals.replayed += self.report().replayed;
+        self.last_aborted = true;
+        self.totals.aborts += 1;
+    }
+
+    fn close_scopes(&mut self) {
+        self.step.peak = self.scopes.step_peak();
+        while self.scopes.depth() > 0 {
+            self.scopes.leave();
+        }
+    }
+
+    /// What the step did so far, or the last one.
+    pub fn report(&self) -> StepReport {
+        StepReport {
+            events: self.step.events,
+            replayed: self.step.allocs - self.step.recorded - self.step.survivors,
+            recorded: self.step.recorded,
+            survivors: self.step.survivors,
+            breaks: self.step.breaks,
+            device_calls: self.calls_in_step(),
+            peak: Bytes(self.step.peak * ALIGNMENT.0),
+        }
+    }
+
+    fn calls_in_step(&self) -> u64 {
+        self.active.as_ref().map_or(self.step.calls, |active| {
+            self.arena.calls() - active.calls_before
+        })
+    }
+
+    /// Whether a step is active.
+    pub fn is_active(&self) -> bool {
+        self.active.is_some()
+    }
+
+    /// Opens a scope; returns its depth.
+    pub fn enter(&mut self, name: &str, strict: bool) -> usize {
+        self.fold_peak();
+        self.scopes.enter(name, self.live, strict);
+        self.scopes.depth()
+    }
+
+    /// Closes the scope at a depth, and those in it that were left open.
+    pub fn leave(&mut self, depth: usize) {
+        if self.scopes.depth() != depth {
+            self.totals.bad_scopes += 1;
+        }
+        while self.scopes.depth() >= depth {
+            self.fold_peak();
+            self.scopes.leave();
+        }
+    }
+
+    /// Passes allocations through until as many `resume` have come.
+    pub fn pause(&mut self) {
+        if self.paused == 0 {
+            self.paused_cursor = std::mem::replace(&mut self.tapes.cursor, usize::MAX);
+        }
+        self.paused += 1;
+    }
+
+    /// Undoes one `pause`.
+    pub fn resume(&mut self) {
+        if self.paused == 1 {
+            self.tapes.cursor = self.paused_cursor;
+        }
+        self.paused = self.paused.saturating_sub(1);
+    }
+
+    fn resume_all(&mut self) {
+        while self.paused > 0 {
+            self.resume();
+        }
+    }
+
+    /// An allocation was large enough to be served and was not.
+    pub fn count_passed_through(&mut self) {
+        self.totals.passed_through += 1;
+    }
+
+    /// Gives the memory of idle frames back.
+    pub fn trim(&mut self) -> Result<Bytes, Error> {
+        self.drain();
+        self.sync_placer();
+        let trimmed = self.arena.trim();
+        self.note_trims();
+        trimmed.map_err(|refusal| self.error(refusal, 0))
+    }
+
+    /// Live buffers, by address.
+    pub fn live(&self) -> Vec<(Address, Bytes)> {
+        let mut live: Vec<_> = self
+            .table
+            .iter()
+            .map(|number| {
+                let place = self.graph.placements[number as usize].place;
+                (
+                    self.shared.address(place.start),
+                    Bytes(u64::from(place.len) * ALIGNMENT.0),
+                )
+            })
+            .collect();
+        live.sort_unstable();
+        live
+    }
+
+    /// The frame under every virtual page.
+    pub fn frames(&self) -> Vec<(u32, u32)> {
+        let placer = &self.arena.placer;
+        let pages = placer
+            .page_ranges()
+            .into_iter()
+            .flat_map(|(first, count)| first..first + count);
+        pages
+            .map(|page| (page, placer.frame_of(page)))
+            .filter(|&(_, frame)| frame != crate::placer::NO_FRAME)
+            .collect()
+    }
+
+    /// All numbers.
+    pub fn stats(&mut self) -> Stats {
+        self.drain();
+        self.fold_peak();
+        let bytes = |units: u64| Bytes(units * ALIGNMENT.0);
+        let granule = self.arena.granule();
+        let report = self.report();
+        let mut branches: Vec<_> = self.tapes.branches.iter().enumerate().collect();
+        branches.sort_by_key(|(_, branch)| std::cmp::Reverse(branch.last_run));
+        Stats {
+            live: bytes(self.live),
+            peak: bytes(self.peak),
+            held: self.arena.held(),
+            floor: Bytes(
+                bytes(self.own_peak + self.outside_peak)
+                    .0
+                    .next_multiple_of(granule.0),
+            ),
+            virtual_bytes: Bytes(u64::from(self.arena.placer.page_count()) * granule.0),
+            granule,
+            states: self.graph.state_count(),
+            edges: self.graph.edge_count(),
+            steps: self.totals.steps,
+            breaks_step: report.breaks,
+            breaks_total: self.totals.breaks,
+            recorded_step: report.recorded,
+            recorded_total: self.totals.recorded,
+            replayed_step: report.replayed,
+            replayed_total: self.totals.replayed
+                + if self.is_active() { report.replayed } else { 0 },
+            device_calls_step: report.device_calls,
+            device_calls_total: self.arena.calls(),
+            survivors: if self.is_active() {
+                self.outside_count - self.young_count
+            } else {
+                self.live_count()
+            },
+            survivor_bytes: bytes(if self.is_active() {
+                self.outside - self.young_len
+            } else {
+                self.live
+            }),
+            survivor_positions: self.survivors.len() as u64,
+            obstructed: self.totals.obstructed,
+            passed_through: self.totals.passed_through,
+            bad_frees: self.totals.bad_frees,
+            bad_scopes: self.totals.bad_scopes,
+            aborts: self.totals.aborts,
+            branches: branches
+                .into_iter()
+                .map(|(at, branch)| BranchStats {
+                    name: self.scopes.name(branch.name).to_owned(),
+                    allocs: self.tapes.len_of(at) as u64,
+                    events: branch.events,
+                    runs: branch.runs,
+                    replays: branch.replays,
+                    breaks: branch.breaks,
+                    last_breaks: branch.last_breaks,
+                    device_calls: branch.device_calls,
+                    last_device_calls: branch.last_device_calls,
+                    peak: bytes(branch.peak),
+                    time: branch.time,
+                })
+                .collect(),
+            scopes: self.scopes.stats(),
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Layer 0: everything that can go wrong, with the numbers that a person needs to act on it.
+//!
+//! May import: `units`, and `device` for the error that a device returned.
+
+use crate::device::{Call, DeviceError};
+use crate::units::{Address, Bytes};
+
+/// What the memory compiler could not do.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// A strict step or scope met an allocation that no recorded edge answers.
+    #[error("strict step broke at {scope}, event {event}: asked for {asked}, expected {expected}")]
+    Strict {
+        /// Path of the innermost open scope, from the step's name down: `step/down.0/attention`.
+        scope: String,
+        /// Number of the event in its step, from 0.
+        event: u64,
+        /// The size that was asked for, rounded up to 512 B.
+        asked: Bytes,
+        /// What the recorded steps allow here.
+        expected: Expected,
+    },
+    /// The step needs more bytes than the budget allows. Nothing was taken from the device.
+    #[error(
+        "over the budget of {budget}: asked for {asked}, held {held}, live {live}, \
+         free {free} (raise the budget, or make the step smaller)"
+    )]
+    OverBudget {
+        /// Size of the allocation that failed.
+        asked: Bytes,
+        /// Physical bytes that the compiler owns.
+        held: Bytes,
+        /// Bytes in live buffers.
+        live: Bytes,
+        /// Bytes of the budget that are not held.
+        free: Bytes,
+        /// The budget.
+        budget: Bytes,
+    },
+    /// The device has no memory left. What had been taken for this allocation was given back.
+    #[error("device out of memory: asked for {asked}, held {held}, live {live}, free {free}")]
+    OutOfMemory {
+        /// Size of the allocation that failed.
+        asked: Bytes,
+        /// Physical bytes that the compiler owns.
+        held: Bytes,
+        /// Bytes in live buffers.
+        live: Bytes,
+        /// Bytes that the device says are free.
+        free: Bytes,
+    },
+    /// The reserved address range is used up.
+    #[error(
+        "address space of {reserved} is used up: asked for {asked} \
+         (raise Options::address_space; addresses cost no memory)"
+    )]
+    AddressSpace {
+        /// Size of the allocation that failed.
+        asked: Bytes,
+        /// Size of the reserved range.
+        reserved: Bytes,
+    },
+    /// A device call failed for another reason.
+    #[error("device call {call:?} failed: {source}")]
+    Device {
+        /// The call.
+        call: Call,
+        /// What the device said.
+        source: DeviceError,
+    },
+    /// An address was freed at which no buffer is live.
+    #[error("bad free of {address}: {reason}")]
+    BadFree {
+        /// The address.
+        address: Address,
+        /// Why it is bad.
+        reason: BadFree,
+    },
+    /// The hook that a compiler of host memory needs is not this binary's global allocator.
+    #[error(
+        "large buffers of this program do not reach the memory compiler; add to its main.rs:\n\
+         #[global_allocator]\n\
+         static MEMORY: memory_compiler::hook::host::ScopedAllocator = \
+         memory_compiler::hook::host::ScopedAllocator::new();"
+    )]
+    HookMissing,
+    /// The operation needs a step that is active on this thread.
+    #[error("no step is active on this thread")]
+    NoStep,
+    /// A step of this compiler is already active.
+    #[error("a step of this compiler is already active")]
+    StepActive,
+    /// An option has a value that cannot work.
+    #[error("option {option}: {reason}")]
+    Option {
+        /// Name of the field of `Options`.
+        option: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
+/// What the recorded steps allow at the place of a strict break.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Expected {
+    /// An allocation of this size (a multiple of 512 B).
+    Size(Bytes),
+    /// No further allocation: the recorded step ends here.
+    End,
+    /// Nothing is recorded for this state.
+    Nothing,
+}
+
+impl std::fmt::Display for Expected {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Size(size) => write!(f, "{size}"),
+            Self::End => f.write_str("the end of the step"),
+            Self::Nothing => f.write_str("nothing (this state was never recorded)"),
+        }
+    }
+}
+
+/// Why a free is bad.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadFree {
+    /// The address belongs to no compiler of this process.
+    #[error("not an address of any compiler")]
+    Unknown,
+    /// The address lies in a compiler's range, but no live buffer starts there: a double free, an
+    /// interior pointer, or an address that was never handed out.
+    #[error("no live buffer starts there (freed twice, or inside a buffer)")]
+    NotLive,
+}

@@ -1,0 +1,144 @@
+//! Layer 2: the step graph. States are sets of live placements, known by their hash; edges say where
+//! an allocation of a size goes in a state.
+//!
+//! ```text
+//!   {}  --alloc 8-->  {A}  --alloc 16-->  {A,B}  --free A, free B (any order)-->  {}
+//!                      \--alloc 24-->  {A,C}          another branch from the same state
+//! ```
+//!
+//! A state stores no set: its hash is the XOR of its placements' mixes, and the compiler keeps the
+//! live bits ([`live::LiveTable`]). Frees need no edge. Where a recorded path reaches a known hash it
+//! has joined the graph.
+//!
+//! Invariants:
+//! - the placement of a living edge shares no byte of a frame with any placement of its source state
+//!   (tests and `validate` check it, nothing here can);
+//! - a state has at most one living edge for a size.
+//!
+//! May import: `mix`, `placer` for `Place`.
+
+pub(crate) mod live;
+pub(crate) mod tape;
+
+use std::collections::HashMap;
+
+use crate::mix::{self, MixBuild};
+use crate::placer::{Place, Units};
+
+const NONE: u32 = u32::MAX;
+
+/// One place that buffers were put at, at one time or many.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placement {
+    pub mix: u128,
+    pub place: Place,
+    /// Its entry in the live table.
+    pub slot: u32,
+    pub kind: Kind,
+}
+
+/// What a buffer at a placement is to the state, while it is live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Part of the state.
+    Own,
+    /// In the step's space, but outlived its step: in the way, and in no state.
+    Obstacle,
+    /// In the survivors' space, and from an earlier step: in no state.
+    Survivor,
+    /// In the survivors' space, and made in this step.
+    Young,
+}
+
+/// Where an allocation goes from a state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Edge {
+    pub placement: u32,
+    /// Branch and index of a tape entry that was made from this edge; checked before use.
+    pub hint: (u32, u32),
+    pub dead: bool,
+}
+
+/// States, edges and placements; see the module's page.
+#[derive(Debug, Default)]
+pub(crate) struct Graph {
+    /// The edge that was recorded last in each state; by half of the hash, since it is only shown.
+    states: HashMap<u64, u32, MixBuild>,
+    /// The living edge for a size in a state, by [`key`].
+    answers: HashMap<u128, u32, MixBuild>,
+    pub edges: Vec<Edge>,
+    pub placements: Vec<Placement>,
+    by_place: HashMap<Place, u32, MixBuild>,
+    dead: usize,
+}
+
+impl Graph {
+    pub fn state_count(&self) -> u64 {
+        self.states.len() as u64
+    }
+
+    pub fn edge_count(&self) -> u64 {
+        (self.edges.len() - self.dead) as u64
+    }
+
+    /// The edge for an allocation of `len` in `state`.
+    pub fn edge(&self, state: u128, len: Units) -> Option<u32> {
+        self.answers.get(&key(state, len)).copied()
+    }
+
+    /// A size that is recorded for a state, the latest.
+    pub fn size(&self, state: u128) -> Option<Units> {
+        self.states
+            .get(&(state as u64))
+            .map(|&edge| self.len_of(edge))
+    }
+
+    fn len_of(&self, edge: u32) -> Units {
+        self.placements[self.edges[edge as usize].placement as usize]
+            .place
+            .len
+    }
+
+    /// The number of a placement that was made before.
+    pub fn placement_at(&self, place: Place) -> Option<u32> {
+        self.by_place.get(&place).copied()
+    }
+
+    pub fn add_placement(&mut self, place: Place, slot: u32, kind: Kind) -> u32 {
+        let number = u32::try_from(self.placements.len()).expect("placements are numbered by u32");
+        self.placements.push(Placement {
+            mix: mix::mix(place.start, place.len),
+            place,
+            slot,
+            kind,
+        });
+        self.by_place.insert(place, number);
+        number
+    }
+
+    /// Adds an edge; a former one for this size is dead.
+    pub fn add_edge(&mut self, state: u128, placement: u32) -> u32 {
+        let number = u32::try_from(self.edges.len()).expect("edges are numbered by u32");
+        self.edges.push(Edge {
+            placement,
+            hint: (NONE, 0),
+            dead: false,
+        });
+        self.states.insert(state as u64, number);
+        if let Some(dead) = self.answers.insert(key(state, self.len_of(number)), number) {
+            debug_assert!(self.edges[dead as usize].dead);
+        }
+        number
+    }
+
+    /// Takes an edge out of use; its number is not given out again.
+    pub fn kill_edge(&mut self, edge: u32) {
+        self.edges[edge as usize].dead = true;
+        self.dead += 1;
+    }
+}
+
+/// Names a size in a state: the hash of a state in which a buffer of that size lies nowhere.
+fn key(state: u128, len: Units) -> u128 {
+    state ^ mix::mix(Units::MAX, len)
+}

@@ -1,0 +1,161 @@
+//! The CPU hook: a global allocator by which the step of the current thread serves large buffers.
+//!
+//! ```text
+//!   alloc ──large, a step is active on this thread──> its compiler
+//!     └──────────────anything else──────────────────> the wrapped allocator
+//!   dealloc ──the address lies in a compiler's range──> that compiler, from any thread
+//!     └──────────────anything else──────────────────> the wrapped allocator
+//! ```
+//!
+//! It works for every framework that keeps tensors in memory from Rust's allocator. A program adds
+//! one line:
+//!
+//! ```
+//! #[global_allocator]
+//! static MEMORY: memory_compiler::hook::host::ScopedAllocator =
+//!     memory_compiler::hook::host::ScopedAllocator::new();
+//! # assert!(memory_compiler::hook::host::is_installed());
+//! ```
+//!
+//! Rules:
+//! - who owns a buffer, and how large it is, follows from its address, never from its layout;
+//! - what the compiler itself allocates is never served: its entries mark the thread as busy or have
+//!   the engine borrowed, and either sends the allocation on;
+//! - nothing here fails or unwinds: a strict break is served, a step without memory passes on to the
+//!   wrapped allocator, and the step returns the error at its end;
+//! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
+//!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
+//!
+//! May import: `current`, `units`.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::ptr;
+
+use crate::current::{self, Probe};
+use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// The smallest threshold that a compiler may ask for, in bytes: what is smaller never asks for a step.
+pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
+
+/// A global allocator that serves the large buffers of a step from its compiler and the rest from `A`.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ScopedAllocator<A = System> {
+    upstream: A,
+}
+
+impl ScopedAllocator {
+    /// Over the system's allocator.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self::over(System)
+    }
+}
+
+impl<A> ScopedAllocator<A> {
+    /// Over another allocator.
+    #[must_use]
+    pub const fn over(upstream: A) -> Self {
+        Self { upstream }
+    }
+}
+
+#[inline]
+fn address(pointer: *mut u8) -> Address {
+    Address(pointer.expose_provenance() as u64)
+}
+
+/// Serves an allocation from the step of this thread, if it is one for it.
+#[inline]
+fn serve(layout: Layout) -> Option<*mut u8> {
+    if (layout.size() as u64) < SMALLEST_THRESHOLD.0 || layout.align() as u64 > ALIGNMENT.0 {
+        return None;
+    }
+    let served = current::alloc_host(Bytes(layout.size() as u64))?;
+    Some(ptr::with_exposed_provenance_mut(served.0 as usize))
+}
+
+/// Frees a buffer of a compiler; `false` when the address is none's.
+#[inline]
+fn take_back(pointer: *mut u8) -> bool {
+    let address = address(pointer);
+    // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
+    current::may_own(address)
+        && !current::is_busy()
+        && match current::free_here(address) {
+            Some(_) => true,
+            None => current::free_elsewhere(address, None).is_ok(),
+        }
+}
+
+// SAFETY: the contract of `GlobalAlloc`, with the reason for each clause:
+// - a served pointer is valid for `layout.size()` bytes until it is freed: the engine's placements are
+//   disjoint while they are live, mapped, and never unmapped while a buffer is live;
+// - it is aligned to 512 B, and layouts that want more are not served;
+// - `dealloc` finds the owner by address, so each block goes back to whoever made it;
+// - nothing unwinds: the engine returns errors, and every path here handles them.
+unsafe impl<A: GlobalAlloc> GlobalAlloc for ScopedAllocator<A> {
+    #[inline]
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if let Some(served) = serve(layout) {
+            return served;
+        }
+        // SAFETY: the caller keeps the contract of `alloc`, which is the same upstream.
+        unsafe { self.upstream.alloc(layout) }
+    }
+
+    #[inline]
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if let Some(served) = serve(layout) {
+            // SAFETY: `served` is valid for `layout.size()` bytes and nobody else has it yet. The
+            // bytes are those of earlier buffers.
+            unsafe { ptr::write_bytes(served, 0, layout.size()) };
+            return served;
+        }
+        // SAFETY: the caller keeps the contract of `alloc_zeroed`, which is the same upstream.
+        unsafe { self.upstream.alloc_zeroed(layout) }
+    }
+
+    #[inline]
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        if !take_back(pointer) {
+            // SAFETY: no compiler owns the block, so upstream made it, with this layout.
+            unsafe { self.upstream.dealloc(pointer, layout) };
+        }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        let ours = current::owns(address(pointer));
+        if ours && layout.size().div_ceil(512) == new_size.div_ceil(512) && new_size > 0 {
+            return pointer;
+        }
+        // SAFETY: the alignment is the old one; the caller guarantees that `new_size`, rounded up to
+        // it, does not overflow.
+        let new_layout = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
+        let new = match serve(new_layout) {
+            Some(served) => served,
+            // SAFETY: upstream made the block, with this layout; the caller keeps the rest.
+            None if !ours => return unsafe { self.upstream.realloc(pointer, layout, new_size) },
+            // SAFETY: `new_size` is not zero by the contract of `realloc`.
+            None => unsafe { self.upstream.alloc(new_layout) },
+        };
+        if !new.is_null() {
+            let kept = layout.size().min(new_size);
+            // SAFETY: both blocks are live, at least `kept` bytes long, and different.
+            unsafe { ptr::copy_nonoverlapping(pointer, new, kept) };
+            // SAFETY: the block is live and the caller gives it up on success.
+            unsafe { self.dealloc(pointer, layout) };
+        }
+        new
+    }
+}
+
+/// Whether this binary's global allocator is a [`ScopedAllocator`]: makes an allocation and looks
+/// whether it came past here.
+#[must_use]
+pub fn is_installed() -> bool {
+    let probe = Probe::begin();
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(
+        SMALLEST_THRESHOLD.0 as usize,
+    )));
+    probe.was_seen()
+}

@@ -1,0 +1,294 @@
+//! Layer 4: physical pages and the mappings over them, kept straight whatever the device refuses.
+//!
+//! Every device memory call of a compiler is made here, counted, and retried where the device says
+//! "not ready". A call that fails half-way through a larger change leaves *strays*: mappings that
+//! belong to nothing. They are taken away at the next chance, so a failure never leaks and never
+//! blocks an address.
+//!
+//! May import: `units`, `device`.
+
+use std::sync::Arc;
+
+use crate::bits::BitSet;
+use crate::device::{Call, Device, DeviceError, PageId};
+use crate::units::{Address, Bytes};
+
+/// How often a call that is "not ready" is tried.
+const TRIES: usize = 4;
+
+/// A call that the device refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refused {
+    pub call: Call,
+    pub source: DeviceError,
+}
+
+/// The device's side of an arena: one reserved range, pages, mappings.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    pub device: Arc<dyn Device>,
+    pub base: Address,
+    pub reserved: Bytes,
+    pub granule: Bytes,
+    /// Virtual pages that have a mapping: those of the lower half of the range, and of the upper one.
+    mapped: [BitSet; 2],
+    /// First page of the upper half.
+    split: u32,
+    /// Pages owned and not mapped anywhere.
+    spare: Vec<PageId>,
+    /// Mappings that belong to nothing, and the page to keep once it is gone.
+    strays: Vec<(u32, Option<PageId>)>,
+    owned: u64,
+    calls: u64,
+}
+
+impl Pages {
+    pub fn reserve(device: Arc<dyn Device>, size: Bytes, split: u32) -> Result<Self, Refused> {
+        let granule = device.granule();
+        let mut pages = Self {
+            device,
+            base: Address(0),
+            reserved: size,
+            granule,
+            mapped: [BitSet::default(), BitSet::default()],
+            split,
+            spare: Vec::new(),
+            strays: Vec::new(),
+            owned: 0,
+            calls: 0,
+        };
+        pages.base = pages.call(Call::Reserve, |device| device.reserve(size))?;
+        Ok(pages)
+    }
+
+    /// Device memory calls so far.
+    pub fn calls(&self) -> u64 {
+        self.calls
+    }
+
+    /// Physical bytes owned.
+    pub fn held(&self) -> Bytes {
+        Bytes(self.owned * self.granule.0)
+    }
+
+    /// Pages owned that stand nowhere.
+    pub fn spare_count(&self) -> u64 {
+        self.spare.len() as u64
+    }
+
+    /// Whether a virtual page has a mapping that belongs to its frame.
+    pub fn is_mapped(&self, number: u32) -> bool {
+        self.has_mapping(number) && !self.strays.iter().any(|stray| stray.0 == number)
+    }
+
+    fn has_mapping(&self, number: u32) -> bool {
+        if number < self.split {
+            self.mapped[0].contains(number)
+        } else {
+            self.mapped[1].contains(number - self.split)
+        }
+    }
+
+    fn set_mapped(&mut self, number: u32, mapped: bool) {
+        let (half, number) = if number < self.split {
+            (0, number)
+        } else {
+            (1, number - self.split)
+        };
+        if mapped {
+            self.mapped[half].insert(number);
+        } else {
+            self.mapped[half].remove(number);
+        }
+    }
+
+    fn call<T>(
+        &mut self,
+        call: Call,
+        make: impl Fn(&dyn Device) -> Result<T, DeviceError>,
+    ) -> Result<T, Refused> {
+        let mut tries = TRIES;
+        loop {
+            self.calls += 1;
+            tries -= 1;
+            match make(&*self.device) {
+                Ok(made) => return Ok(made),
+                Err(DeviceError::NotReady) if tries > 0 => self.synchronise()?,
+                Err(source) => return Err(Refused { call, source }),
+            }
+        }
+    }
+
+    /// Waits for all work on the device: before anything that work may use is unmapped.
+    pub fn synchronise(&self) -> Result<(), Refused> {
+        let mut tries = TRIES;
+        loop {
+            tries -= 1;
+            match self.device.synchronise() {
+                Ok(()) => return Ok(()),
+                Err(DeviceError::NotReady) if tries > 0 => {}
+                Err(source) => {
+                    return Err(Refused {
+                        call: Call::Synchronise,
+                        source,
+                    });
+                }
+            }
+        }
+    }
+
+    fn at(&self, page: u32) -> Address {
+        Address(self.base.0 + u64::from(page) * self.granule.0)
+    }
+
+    /// A page: a spare one, or one from the device.
+    pub fn take(&mut self) -> Result<PageId, Refused> {
+        self.tidy();
+        if let Some(page) = self.spare.pop() {
+            return Ok(page);
+        }
+        let page = match self.call(Call::Create, |device| device.create()) {
+            Err(Refused {
+                source: DeviceError::OutOfMemory { .. },
+                ..
+            }) => {
+                // Work that still runs may hold memory that is free already in program order.
+                self.synchronise()?;
+                self.call(Call::Create, |device| device.create())?
+            }
+            result => result?,
+        };
+        self.owned += 1;
+        Ok(page)
+    }
+
+    /// Gives an unmapped page back to the device. A refused page stays spare.
+    pub fn give_back(&mut self, page: PageId) -> Result<(), Refused> {
+        match self.call(Call::Release, |device| device.release(page)) {
+            Ok(()) => {
+                self.owned -= 1;
+                Ok(())
+            }
+            Err(error) => {
+                self.spare.push(page);
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps an unmapped page for the next [`take`](Self::take).
+    pub fn keep(&mut self, page: PageId) {
+        self.spare.push(page);
+    }
+
+    /// Maps pages under consecutive virtual pages from `first` on and makes them accessible: all of
+    /// them or none.
+    pub fn map(&mut self, first: u32, pages: &[PageId]) -> Result<(), Refused> {
+        self.tidy();
+        for (i, &page) in pages.iter().enumerate() {
+            let number = first + i as u32;
+            let at = self.at(number);
+            if let Err(error) = self.call(Call::Map, |device| device.map(at, page)) {
+                self.undo(first, i as u32);
+                return Err(error);
+            }
+            self.set_mapped(number, true);
+        }
+        let (at, size) = (self.at(first), Bytes(pages.len() as u64 * self.granule.0));
+        if let Err(error) = self.call(Call::Allow, |device| device.allow(at, size)) {
+            self.undo(first, pages.len() as u32);
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    fn undo(&mut self, first: u32, count: u32) {
+        for number in first..first + count {
+            if self.unmap(number).is_err() {
+                self.strays.push((number, None));
+            }
+        }
+    }
+
+    /// Takes the mapping of one virtual page away. The caller has waited for the device.
+    pub fn unmap(&mut self, number: u32) -> Result<(), Refused> {
+        let (at, granule) = (self.at(number), self.granule);
+        self.call(Call::Unmap, |device| device.unmap(at, granule))?;
+        self.set_mapped(number, false);
+        Ok(())
+    }
+
+    /// Gives pages back that were made for a change that failed: those still under a stray mapping
+    /// once that is gone.
+    pub fn discard(&mut self, first: u32, pages: &[PageId]) {
+        for (i, &page) in pages.iter().enumerate() {
+            let number = first + i as u32;
+            match self
+                .strays
+                .iter_mut()
+                .find(|stray| stray.0 == number && stray.1.is_none())
+            {
+                Some(stray) => stray.1 = Some(page),
+                None => drop(self.give_back(page)),
+            }
+        }
+    }
+
+    /// Takes strays away, as far as the device lets us.
+    fn tidy(&mut self) {
+        if self.strays.is_empty() {
+            return;
+        }
+        for (number, page) in std::mem::take(&mut self.strays) {
+            if self.has_mapping(number) && self.unmap(number).is_err() {
+                self.strays.push((number, page));
+            } else if let Some(page) = page {
+                drop(self.give_back(page));
+            }
+        }
+    }
+
+    /// Gives everything back: mappings, then `pages` and the spare ones, then the range.
+    pub fn close(&mut self, pages: impl Iterator<Item = PageId>) {
+        let mut failed = self.synchronise().err();
+        self.tidy();
+        let split = self.split;
+        let upper = self.mapped[1].iter().map(|number| number + split);
+        let mapped: Vec<u32> = self.mapped[0].iter().chain(upper).collect();
+        for run in mapped.chunk_by(|a, b| a + 1 == *b) {
+            let (at, size) = (self.at(run[0]), Bytes(run.len() as u64 * self.granule.0));
+            match self.call(Call::Unmap, |device| device.unmap(at, size)) {
+                Ok(()) => run
+                    .iter()
+                    .for_each(|&number| self.set_mapped(number, false)),
+                // One bad mapping must not keep the others.
+                Err(error) => {
+                    failed = Some(error);
+                    for &number in run {
+                        if self.unmap(number).is_err() {
+                            drop(self.unmap(number));
+                        }
+                    }
+                }
+            }
+        }
+        let strays: Vec<PageId> = self.strays.drain(..).filter_map(|stray| stray.1).collect();
+        for page in pages.chain(std::mem::take(&mut self.spare)).chain(strays) {
+            failed = self.give_back(page).err().or(failed);
+        }
+        // What was refused once is tried once more, then left to the device.
+        for page in std::mem::take(&mut self.spare) {
+            drop(self.give_back(page));
+        }
+        let (base, reserved) = (self.base, self.reserved);
+        for _ in 0..2 {
+            match self.call(Call::Unreserve, |device| device.unreserve(base, reserved)) {
+                Ok(()) => break,
+                Err(refused) => failed = Some(refused),
+            }
+        }
+        if let Some(Refused { call, source }) = failed {
+            tracing::warn!(?call, %source, owned = self.owned, "device refused to take memory back");
+        }
+    }
+}

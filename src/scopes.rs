@@ -1,0 +1,243 @@
+//! Layer 5: where in a step we are: scope paths, their numbers, and positions.
+//!
+//! A *position* is a scope path and "the n-th allocation of this size in this run of the scope". It
+//! is how a buffer that outlives its step is recognised before it is made. Counting n on the hot path
+//! is one store: every tape entry knows its own position, so following a tape only has to leave the
+//! counters as recording would have. Whether a tape entry is at the same position is one compare of
+//! `context`, a hash of the scope path and of the sizes asked for so far in this run of the scope.
+//!
+//! Scopes carry no correctness: the worst that a collision of contexts or a wrong position can do is
+//! to put a buffer into the other space.
+//!
+//! May import: layer 0, `placer` for units, `stats`.
+
+use std::collections::HashMap;
+
+use crate::mix::{self, MixBuild};
+use crate::placer::Units;
+use crate::stats::ScopeStats;
+use crate::units::{ALIGNMENT, Bytes};
+
+/// A place in the program: number of (scope path, size), and which allocation of it.
+pub(crate) type Position = (u32, u32);
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counter {
+    run: u64,
+    count: u32,
+}
+
+#[derive(Debug, Default)]
+struct Node {
+    name: Box<str>,
+    parent: Option<u32>,
+    children: HashMap<Box<str>, u32>,
+    runs: u64,
+    /// Most units live at once in any run.
+    peak: u64,
+    breaks: u64,
+    survivor_positions: u64,
+}
+
+/// An open scope.
+#[derive(Clone, Copy, Debug)]
+struct Open {
+    path: u32,
+    run: u64,
+    context: u32,
+    peak: u64,
+    strict: bool,
+}
+
+/// See the module's page.
+#[derive(Debug, Default)]
+pub(crate) struct Scopes {
+    nodes: Vec<Node>,
+    roots: HashMap<Box<str>, u32>,
+    stack: Vec<Open>,
+    /// Hash of where we are; see the module's page.
+    pub context: u32,
+    run: u64,
+    last_run: u64,
+    counters: Vec<Counter>,
+    counter_of: HashMap<(u32, Units), u32, MixBuild>,
+    /// Path of each counter.
+    path_of: Vec<u32>,
+    strict: u32,
+}
+
+impl Scopes {
+    /// How many scopes are open, the step included.
+    pub fn depth(&self) -> usize {
+        self.stack.len()
+    }
+
+    /// Whether a strict scope is open.
+    pub fn is_strict(&self) -> bool {
+        self.strict > 0
+    }
+
+    /// Number of a step's name.
+    pub fn root(&mut self, name: &str) -> u32 {
+        if let Some(&root) = self.roots.get(name) {
+            return root;
+        }
+        let root = self.new_node(name, None);
+        self.roots.insert(name.into(), root);
+        root
+    }
+
+    fn new_node(&mut self, name: &str, parent: Option<u32>) -> u32 {
+        self.nodes.push(Node {
+            name: name.into(),
+            parent,
+            ..Node::default()
+        });
+        u32::try_from(self.nodes.len() - 1).expect("scope paths are numbered by u32")
+    }
+
+    /// Opens the step's own scope.
+    pub fn enter_root(&mut self, root: u32, live: u64) {
+        debug_assert!(self.stack.is_empty());
+        self.open(root, live, false);
+    }
+
+    /// Opens a scope in the innermost one.
+    pub fn enter(&mut self, name: &str, live: u64, strict: bool) {
+        let parent = self.stack.last().expect("a step is open").path;
+        let path = match self.nodes[parent as usize].children.get(name) {
+            Some(&path) => path,
+            None => {
+                let path = self.new_node(name, Some(parent));
+                self.nodes[parent as usize]
+                    .children
+                    .insert(name.into(), path);
+                path
+            }
+        };
+        self.open(path, live, strict);
+    }
+
+    fn open(&mut self, path: u32, live: u64, strict: bool) {
+        if let Some(outer) = self.stack.last_mut() {
+            outer.context = self.context;
+        }
+        self.last_run += 1;
+        self.run = self.last_run;
+        self.context = mix::chain(0x51_7C_C1_B7, path);
+        self.strict += u32::from(strict);
+        self.nodes[path as usize].runs += 1;
+        self.stack.push(Open {
+            path,
+            run: self.run,
+            context: self.context,
+            peak: live,
+            strict,
+        });
+    }
+
+    /// Closes the innermost scope. [`fold_peak`](Self::fold_peak) comes first.
+    pub fn leave(&mut self) {
+        let closed = self.stack.pop().expect("a scope is open");
+        self.strict -= u32::from(closed.strict);
+        let node = &mut self.nodes[closed.path as usize];
+        node.peak = node.peak.max(closed.peak);
+        if let Some(outer) = self.stack.last_mut() {
+            outer.peak = outer.peak.max(closed.peak);
+            (self.run, self.context) = (outer.run, outer.context);
+        }
+    }
+
+    /// Tells the innermost scope how much was live at most since the last call.
+    pub fn fold_peak(&mut self, peak: u64) {
+        if let Some(open) = self.stack.last_mut() {
+            open.peak = open.peak.max(peak);
+        }
+    }
+
+    /// Most units live at once in the step so far; of its closed scopes and folded peaks.
+    pub fn step_peak(&self) -> u64 {
+        self.stack.iter().map(|open| open.peak).max().unwrap_or(0)
+    }
+
+    /// The position of the next allocation of `len`.
+    pub fn position(&mut self, len: Units) -> Position {
+        let path = self.stack.last().expect("a step is open").path;
+        let next = self.counters.len() as u32;
+        let counter = *self.counter_of.entry((path, len)).or_insert(next);
+        if counter == next {
+            self.counters.push(Counter::default());
+            self.path_of.push(path);
+        }
+        let Counter { run, count } = self.counters[counter as usize];
+        (counter, if run == self.run { count } else { 0 })
+    }
+
+    /// An allocation of `len` was served at a position.
+    #[inline]
+    pub fn count(&mut self, (counter, nth): Position, len: Units) {
+        self.counters[counter as usize] = Counter {
+            run: self.run,
+            count: nth + 1,
+        };
+        self.context = mix::chain(self.context, len);
+    }
+
+    /// A graph break began in the innermost scope.
+    pub fn add_break(&mut self) {
+        let path = self.stack.last().expect("a step is open").path;
+        self.nodes[path as usize].breaks += 1;
+    }
+
+    /// A position was found to survive.
+    pub fn add_survivor(&mut self, position: Position) {
+        self.nodes[self.path_of[position.0 as usize] as usize].survivor_positions += 1;
+    }
+
+    /// Path of the innermost open scope: `step/down.0/attention`.
+    pub fn path(&self) -> String {
+        self.stack
+            .last()
+            .map_or_else(String::new, |open| self.path_text(open.path))
+    }
+
+    fn path_text(&self, path: u32) -> String {
+        let mut names = Vec::new();
+        let mut next = Some(path);
+        while let Some(path) = next {
+            let node = &self.nodes[path as usize];
+            names.push(&*node.name);
+            next = node.parent;
+        }
+        names.reverse();
+        names.join("/")
+    }
+
+    /// Name of a path's last part.
+    pub fn name(&self, path: u32) -> &str {
+        &self.nodes[path as usize].name
+    }
+
+    /// Every scope that was entered, each after its parent.
+    pub fn stats(&self) -> Vec<ScopeStats> {
+        let open_peak = |path: u32| {
+            self.stack
+                .iter()
+                .filter(|open| open.path == path)
+                .map(|open| open.peak)
+                .max()
+        };
+        (0..self.nodes.len() as u32)
+            .map(|path| {
+                let node = &self.nodes[path as usize];
+                ScopeStats {
+                    path: self.path_text(path),
+                    runs: node.runs,
+                    peak: Bytes(node.peak.max(open_peak(path).unwrap_or(0)) * ALIGNMENT.0),
+                    breaks: node.breaks,
+                    survivor_positions: node.survivor_positions,
+                }
+            })
+            .collect()
+    }
+}

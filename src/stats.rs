@@ -1,0 +1,186 @@
+//! Layer 5: numbers about a compiler, at any time.
+//!
+//! Plain data, copied out of the engine; nothing here computes on a hot path.
+//!
+//! May import: `units`.
+
+use std::fmt;
+
+use crate::units::Bytes;
+
+/// Numbers about a compiler. Sizes of buffers are rounded up to 512 B each.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Bytes in buffers that are live now.
+    pub live: Bytes,
+    /// Most bytes live at once, survivors included, since the compiler was made.
+    pub peak: Bytes,
+    /// Physical bytes that the compiler owns now.
+    pub held: Bytes,
+    /// The least that could be held: the most bytes of the step's own buffers live at once plus the
+    /// most bytes of survivors live at once, rounded up to a granule.
+    pub floor: Bytes,
+    /// Addresses in use, mapped or once mapped.
+    pub virtual_bytes: Bytes,
+    /// The smallest page of the device.
+    pub granule: Bytes,
+    /// States in the step graph.
+    pub states: u64,
+    /// Edges in the step graph.
+    pub edges: u64,
+    /// Steps begun.
+    pub steps: u64,
+    /// Graph breaks of the step that is active, or of the last one.
+    pub breaks_step: u64,
+    /// Graph breaks of all steps.
+    pub breaks_total: u64,
+    /// Allocations recorded in the step that is active, or in the last one.
+    pub recorded_step: u64,
+    /// Allocations recorded in all steps.
+    pub recorded_total: u64,
+    /// Allocations answered by an edge in the step that is active, or in the last one.
+    pub replayed_step: u64,
+    /// Allocations answered by an edge in all steps.
+    pub replayed_total: u64,
+    /// Device memory calls in the step that is active, or in the last one.
+    pub device_calls_step: u64,
+    /// Device memory calls since the compiler was made.
+    pub device_calls_total: u64,
+    /// Buffers that are live and outlived the step that made them.
+    pub survivors: u64,
+    /// Bytes in those.
+    pub survivor_bytes: Bytes,
+    /// Positions that are served from the survivor region.
+    pub survivor_positions: u64,
+    /// Edges that were placed anew because a survivor lay in their place.
+    pub obstructed: u64,
+    /// Buffers that the framework's own allocator served during steps although they were large enough:
+    /// paused, on another stream, or after a failure.
+    pub passed_through: u64,
+    /// Frees at which no buffer was live.
+    pub bad_frees: u64,
+    /// Scopes closed out of order or left open.
+    pub bad_scopes: u64,
+    /// Steps aborted.
+    pub aborts: u64,
+    /// Branches, the most recent first.
+    pub branches: Vec<BranchStats>,
+    /// Scopes that were entered, each after its parent.
+    pub scopes: Vec<ScopeStats>,
+}
+
+/// One distinct path of a step through the graph: a step's name and its sequence of sizes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BranchStats {
+    /// Name of the step.
+    pub name: String,
+    /// Allocations in it.
+    pub allocs: u64,
+    /// Allocations and frees in the last run.
+    pub events: u64,
+    /// Runs that took it.
+    pub runs: u64,
+    /// Runs that took it from its tape alone.
+    pub replays: u64,
+    /// Graph breaks in those runs.
+    pub breaks: u64,
+    /// Graph breaks in the last run.
+    pub last_breaks: u64,
+    /// Device memory calls in those runs.
+    pub device_calls: u64,
+    /// Device memory calls in the last run.
+    pub last_device_calls: u64,
+    /// Most bytes live at once in the last run, survivors included.
+    pub peak: Bytes,
+    /// Time of all runs together.
+    pub time: std::time::Duration,
+}
+
+/// One scope path.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ScopeStats {
+    /// Names from the step down, joined by `/`.
+    pub path: String,
+    /// Runs.
+    pub runs: u64,
+    /// Most bytes live at once in any run of it.
+    pub peak: Bytes,
+    /// Graph breaks that began in it.
+    pub breaks: u64,
+    /// Positions in it whose buffers survive.
+    pub survivor_positions: u64,
+}
+
+/// What one finished step did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepReport {
+    /// Allocations and frees.
+    pub events: u64,
+    /// Allocations answered by an edge.
+    pub replayed: u64,
+    /// Allocations recorded.
+    pub recorded: u64,
+    /// Allocations served from the survivor region.
+    pub survivors: u64,
+    /// Graph breaks.
+    pub breaks: u64,
+    /// Device memory calls.
+    pub device_calls: u64,
+    /// Most bytes live at once.
+    pub peak: Bytes,
+}
+
+impl fmt::Display for Stats {
+    /// A table: one line a branch, then the memory, then what went wrong, if anything did.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>11} {:>11}",
+            "branch", "events", "runs", "replays", "breaks", "driver calls", "peak", "time a run"
+        )?;
+        for branch in &self.branches {
+            let mean = branch.time.as_secs_f64() * 1e3 / branch.runs.max(1) as f64;
+            writeln!(
+                f,
+                "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>11} {:>8.2} ms",
+                branch.name,
+                branch.events,
+                branch.runs,
+                branch.replays,
+                branch.breaks,
+                branch.device_calls,
+                branch.peak,
+                mean
+            )?;
+        }
+        writeln!(
+            f,
+            "peak {}, floor {}, held {}, virtual {}",
+            self.peak, self.floor, self.held, self.virtual_bytes
+        )?;
+        write!(
+            f,
+            "last step: {} breaks, {} driver calls; in all: {} breaks, {} driver calls, {} states, {} edges, \
+             {} survivors of {}",
+            self.breaks_step,
+            self.device_calls_step,
+            self.breaks_total,
+            self.device_calls_total,
+            self.states,
+            self.edges,
+            self.survivors,
+            self.survivor_bytes
+        )?;
+        for (count, what) in [
+            (self.bad_frees, "bad frees"),
+            (self.bad_scopes, "scopes closed out of order"),
+            (self.aborts, "steps aborted"),
+            (self.passed_through, "large buffers passed through"),
+        ] {
+            if count > 0 {
+                write!(f, "\n{count} {what}")?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,296 @@
+//! The reference model: what a compiler must do, written as naively as it can be said.
+//!
+//! Sets are `BTreeSet`s, edges are looked up by the whole set of live placements, the owner of every
+//! physical byte is written down, and nothing is incremental. The model does not choose addresses: it
+//! predicts *how* an allocation is answered ([`Expect`]) and accepts any recorded address that is
+//! disjoint, byte of frame by byte of frame, from every live buffer.
+//!
+//! [`pair`] drives an engine and this model side by side, [`program`] makes programs of events.
+//! This folder uses the public API only and shares no code with the engine.
+
+#![allow(
+    dead_code,
+    reason = "each test binary uses its own part of this folder"
+)]
+
+pub mod devices;
+mod memory;
+pub mod pair;
+pub mod program;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use memory::Memory;
+use memory_compiler::{Snapshot, Stats};
+
+/// Address and size class of a live buffer.
+pub type Placement = (u64, u64);
+/// Scope path, size class, n-th allocation of that class in the scope's run.
+pub type Position = (String, u64, u64);
+
+/// How an allocation must be answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expect {
+    /// From an edge: at this address.
+    Replayed(u64),
+    /// Placed anew, anywhere that is disjoint from every live buffer.
+    Recorded,
+    /// From the survivor region.
+    Survivor,
+    /// Not by the compiler.
+    Elsewhere,
+    /// Not at all: a strict break.
+    Refused,
+}
+
+/// What a live buffer is to the running step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Home {
+    InState,
+    /// Made by an earlier step, before its position was known to survive.
+    Obstacle,
+    SurvivorRegion,
+}
+
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    pub class: u64,
+    pub home: Home,
+    pub step: u64,
+    pub position: Position,
+}
+
+#[derive(Clone, Debug)]
+pub struct ScopeRun {
+    name: String,
+    strict: bool,
+    counts: BTreeMap<u64, u64>,
+}
+
+/// The naive compiler.
+#[derive(Clone, Debug, Default)]
+pub struct Model {
+    pub strict: bool,
+    pub live: BTreeMap<u64, Buffer>,
+    /// Numbers that `Stats` must show; fields that the model does not predict stay zero.
+    pub stats: Stats,
+    /// Events of the step, and most bytes live in it.
+    pub events: u64,
+    pub step_peak: u64,
+    pub step_survivors: u64,
+    /// Source state and class to address and the tick at which it was recorded.
+    edges: BTreeMap<(BTreeSet<Placement>, u64), (u64, u64)>,
+    memory: Memory,
+    marked: BTreeSet<Position>,
+    finished: BTreeSet<String>,
+    clock: u64,
+    run: Option<u64>,
+    pub scopes: Vec<ScopeRun>,
+    pub paused: u32,
+    aborted: bool,
+}
+
+impl Model {
+    pub fn new(granule: u64, strict: bool) -> Self {
+        Self {
+            strict,
+            memory: Memory::new(granule),
+            ..Self::default()
+        }
+    }
+
+    pub fn class(size: u64) -> u64 {
+        size.next_multiple_of(512)
+    }
+
+    /// The live placements of the step.
+    pub fn state(&self) -> BTreeSet<Placement> {
+        let in_state = self
+            .live
+            .iter()
+            .filter(|(_, buffer)| buffer.home == Home::InState);
+        in_state
+            .map(|(&address, buffer)| (address, buffer.class))
+            .collect()
+    }
+
+    pub fn path(&self) -> String {
+        let names = self.scopes.iter().map(|scope| scope.name.as_str());
+        names.collect::<Vec<_>>().join("/")
+    }
+
+    fn position(&self, class: u64) -> Position {
+        let n = self
+            .scopes
+            .last()
+            .and_then(|scope| scope.counts.get(&class));
+        (self.path(), class, n.copied().unwrap_or(0))
+    }
+
+    /// Classes that have an edge in the present state.
+    pub fn answered(&self) -> BTreeSet<u64> {
+        let state = self.state();
+        let here = self.edges.keys().filter(|(from, _)| *from == state);
+        here.map(|&(_, class)| class).collect()
+    }
+
+    /// Does a buffer of an earlier step own a byte of this placement?
+    fn obstructed(&self, address: u64, class: u64) -> bool {
+        let mut owners = self.memory.owners_in(address, class).into_iter();
+        owners.any(|owner| self.live[&owner].home == Home::Obstacle)
+    }
+
+    fn pin(&mut self) {
+        let edges = self
+            .edges
+            .iter()
+            .map(|((_, class), &(address, _))| (address, *class));
+        self.memory.pin(edges);
+    }
+
+    pub fn predict(&self, size: u64) -> Expect {
+        let class = Self::class(size);
+        if size == 0 || self.paused > 0 {
+            return Expect::Elsewhere;
+        }
+        if self.marked.contains(&self.position(class)) {
+            return Expect::Survivor;
+        }
+        if let Some(&(address, _)) = self.edges.get(&(self.state(), class))
+            && !self.obstructed(address, class)
+        {
+            return Expect::Replayed(address);
+        }
+        let strict = self.strict || self.scopes.iter().any(|scope| scope.strict);
+        if strict && self.finished.contains(&self.scopes[0].name) {
+            return Expect::Refused;
+        }
+        Expect::Recorded
+    }
+
+    /// The engine answered as [`predict`](Self::predict) said. `after` is what it looks like since.
+    pub fn allocated(&mut self, expect: Expect, size: u64, address: u64, after: Option<&Snapshot>) {
+        let (class, key) = (Self::class(size), (self.state(), Self::class(size)));
+        let position = self.position(class);
+        self.clock += 1;
+        self.events += 1;
+        if expect == Expect::Recorded && self.edges.remove(&key).is_some() {
+            self.stats.obstructed += 1;
+            self.pin();
+        }
+        if let Some(snapshot) = after {
+            self.memory.look(snapshot);
+        }
+        match expect {
+            Expect::Replayed(recorded) => {
+                assert_eq!(address, recorded, "a replayed buffer moved");
+                self.stats.replayed_step += 1;
+                self.stats.replayed_total += 1;
+                if self.run.is_some_and(|start| self.edges[&key].1 < start) {
+                    self.run = None;
+                }
+            }
+            Expect::Recorded => {
+                if self.run.is_none() {
+                    self.run = Some(self.clock);
+                    let counts = u64::from(self.finished.contains(&self.scopes[0].name));
+                    self.stats.breaks_step += counts;
+                    self.stats.breaks_total += counts;
+                }
+                self.stats.recorded_step += 1;
+                self.stats.recorded_total += 1;
+                self.edges.insert(key, (address, self.clock));
+                self.pin();
+            }
+            Expect::Survivor => self.step_survivors += 1,
+            Expect::Elsewhere | Expect::Refused => unreachable!("nothing was allocated"),
+        }
+        self.memory.own(address, class);
+        let scope = self.scopes.last_mut().expect("a step is active");
+        scope.counts.insert(class, position.2 + 1);
+        let home = if expect == Expect::Survivor {
+            Home::SurvivorRegion
+        } else {
+            Home::InState
+        };
+        let step = self.stats.steps;
+        self.live.insert(
+            address,
+            Buffer {
+                class,
+                home,
+                step,
+                position,
+            },
+        );
+        if expect == Expect::Survivor || expect == Expect::Recorded {
+            // The frames of the survivor region appear in no edge.
+            for (&address, buffer) in &self.live {
+                if buffer.home == Home::SurvivorRegion {
+                    self.memory.is_apart(address, buffer.class);
+                }
+            }
+        }
+        self.count_live();
+    }
+
+    /// Whether a buffer was live there; it no longer is.
+    pub fn freed(&mut self, address: u64) -> bool {
+        let live = self.live.remove(&address).is_some();
+        self.memory.disown(address);
+        self.stats.bad_frees += u64::from(!live);
+        self.events += u64::from(live);
+        self.count_live();
+        live
+    }
+
+    fn count_live(&mut self) {
+        let old = self
+            .live
+            .values()
+            .filter(|buffer| buffer.step < self.stats.steps);
+        let live: u64 = self.live.values().map(|buffer| buffer.class).sum();
+        self.stats.survivors = old.clone().count() as u64;
+        self.stats.survivor_bytes.0 = old.map(|buffer| buffer.class).sum();
+        self.stats.live.0 = live;
+        self.stats.peak.0 = self.stats.peak.0.max(live);
+        self.step_peak = self.step_peak.max(live);
+        self.stats.edges = self.edges.len() as u64;
+        self.stats.survivor_positions = self.marked.len() as u64;
+    }
+
+    pub fn begin(&mut self, name: &str) {
+        for buffer in self.live.values_mut() {
+            if buffer.home == Home::InState && !self.aborted {
+                self.marked.insert(buffer.position.clone());
+            }
+            if buffer.home == Home::InState {
+                buffer.home = Home::Obstacle;
+            }
+        }
+        self.stats.steps += 1;
+        (self.stats.breaks_step, self.stats.recorded_step) = (0, 0);
+        self.stats.replayed_step = 0;
+        (self.events, self.step_peak, self.step_survivors) = (0, 0, 0);
+        (self.run, self.paused, self.aborted) = (None, 0, false);
+        self.scopes.clear();
+        self.open(name, false);
+        self.count_live();
+    }
+
+    pub fn open(&mut self, name: &str, strict: bool) {
+        self.scopes.push(ScopeRun {
+            name: name.to_owned(),
+            strict,
+            counts: BTreeMap::new(),
+        });
+    }
+
+    pub fn end(&mut self, finished: bool) {
+        if finished {
+            self.finished.insert(self.scopes[0].name.clone());
+        }
+        self.aborted = !finished;
+        self.stats.aborts += u64::from(!finished);
+    }
+}
