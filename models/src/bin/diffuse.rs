@@ -36,7 +36,7 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
     /// Steps of the sampler.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 12)]
     steps: usize,
     /// Guidance: how far to go past the prediction without a digit; 1 draws without guidance.
     #[arg(long, value_name = "SCALE", default_value_t = 2.0)]
