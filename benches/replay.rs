@@ -47,7 +47,8 @@ struct Program {
 fn load(name: &'static str) -> Program {
     let path = format!("{}/tests/data/{name}.trace.gz", env!("CARGO_MANIFEST_DIR"));
     let file = std::fs::File::open(path).expect("the traces are in the repository");
-    let trace = Trace::read(BufReader::new(flate2::read::GzDecoder::new(file))).expect("a sound trace");
+    let trace =
+        Trace::read(BufReader::new(flate2::read::GzDecoder::new(file))).expect("a sound trace");
     let mut layouts = std::collections::HashMap::new();
     let mut ops = Vec::new();
     let mut pages = 0;
@@ -64,7 +65,12 @@ fn load(name: &'static str) -> Program {
             Event::Enter(_) | Event::Leave => {}
         }
     }
-    Program { name, ops, slots: layouts.len(), pages }
+    Program {
+        name,
+        ops,
+        slots: layouts.len(),
+        pages,
+    }
 }
 
 fn run(allocator: &impl GlobalAlloc, program: &Program, live: &mut [*mut u8]) {
@@ -93,7 +99,7 @@ struct Range {
 }
 
 thread_local! {
-    static RANGES: RefCell<Vec<Box<Range>>> = const { RefCell::new(Vec::new()) };
+    static RANGES: RefCell<Vec<Range>> = const { RefCell::new(Vec::new()) };
 }
 
 // SAFETY: never dereferenced: the benchmark writes to no buffer.
@@ -120,7 +126,10 @@ unsafe impl GlobalAlloc for Bump {
         RANGES.with(|ranges| {
             let mut ranges = ranges.borrow_mut();
             let at = pointer.addr() as u64;
-            let found = ranges.iter_mut().rev().find(|range| at.wrapping_sub(range.base) < range.size);
+            let found = ranges
+                .iter_mut()
+                .rev()
+                .find(|range| at.wrapping_sub(range.base) < range.size);
             let range = found.expect("made above");
             range.live -= 1;
             range.live_bytes -= layout.size() as u64;
@@ -174,7 +183,10 @@ impl Device for Null {
         Ok(())
     }
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
-        Ok(MemoryInfo { free: Bytes::gib(1), total: Bytes::gib(1) })
+        Ok(MemoryInfo {
+            free: Bytes::gib(1),
+            total: Bytes::gib(1),
+        })
     }
     fn write(&self, _: Address, _: &[u8]) -> Result<(), DeviceError> {
         Ok(())
@@ -230,7 +242,11 @@ fn table(programs: &[Program]) {
         // In turn, so that all three see the same machine.
         let (mut replay, mut system, mut bump) = (Vec::new(), Vec::new(), Vec::new());
         RANGES.with_borrow_mut(|ranges| {
-            ranges.push(Box::new(Range { base: 1 << 46, size: 1 << 40, ..Range::default() }));
+            ranges.push(Range {
+                base: 1 << 46,
+                size: 1 << 40,
+                ..Range::default()
+            });
         });
         for _ in 0..101 {
             replay.push(timed(|| step(&mut compiler, program, &mut live)));
@@ -239,19 +255,26 @@ fn table(programs: &[Program]) {
         }
         RANGES.with_borrow_mut(Vec::clear);
         let stats = compiler.stats();
-        assert_eq!(stats.branches[0].replays, 101, "every timed step was a replay");
+        assert_eq!(
+            stats.branches[0].replays, 101,
+            "every timed step was a replay"
+        );
         assert_eq!((stats.breaks_total, stats.device_calls_step), (0, 0));
         assert_eq!(stats.replayed_step as usize * 2, program.ops.len());
         let record = median(21, || {
             let mut compiler = null_compiler();
             timed(|| step(&mut compiler, program, &mut live))
         });
-        let mut of = |times: &mut Vec<Duration>| {
+        let of = |times: &mut Vec<Duration>| {
             let mut next = times.drain(..);
             per_event(median(101, || next.next().expect("counted")))
         };
-        let (bump, replay, system, record) =
-            (of(&mut bump), of(&mut replay), of(&mut system), per_event(record));
+        let (bump, replay, system, record) = (
+            of(&mut bump),
+            of(&mut replay),
+            of(&mut system),
+            per_event(record),
+        );
         let pages = 20.0 * program.pages as f64 / events;
         println!(
             "{:<8} {:>8} {:>8} | {bump:>5.1} ns {replay:>5.1} ns {system:>5.0} ns {record:>5.0} ns | {pages:.0} ns, {:.0} ns",
@@ -303,7 +326,10 @@ fn events(c: &mut Criterion) {
     table(&programs);
     live_table();
     let mut group = c.benchmark_group("step");
-    group.sample_size(20).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
+    group
+        .sample_size(20)
+        .measurement_time(Duration::from_secs(2))
+        .warm_up_time(Duration::from_millis(500));
     for program in &programs {
         let mut live = vec![ptr::null_mut(); program.slots];
         group.throughput(Throughput::Elements(program.ops.len() as u64));

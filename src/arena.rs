@@ -49,14 +49,21 @@ pub(crate) struct Arena {
 
 impl Arena {
     /// Reserves `address_space` bytes, rounded down to granules.
-    pub fn new(device: Arc<dyn Device>, address_space: Bytes, budget: Option<Bytes>) -> Result<Self, Refusal> {
+    pub fn new(
+        device: Arc<dyn Device>,
+        address_space: Bytes,
+        budget: Option<Bytes>,
+    ) -> Result<Self, Refusal> {
         let granule = device.granule();
         let page_count = u32::try_from(address_space.0 / granule.0).unwrap_or(u32::MAX);
         let page_units = u32::try_from(granule.0 / ALIGNMENT.0).expect("a granule is below 2 TiB");
         // Places are counted in 32-bit units: 2 TiB of addresses.
         let page_count = page_count.min(u32::MAX / page_units);
-        let pages = Pages::reserve(device, Bytes(u64::from(page_count) * granule.0), page_count / 2)
-            ?;
+        let pages = Pages::reserve(
+            device,
+            Bytes(u64::from(page_count) * granule.0),
+            page_count / 2,
+        )?;
         Ok(Self {
             placer: Placer::new(page_units, page_count),
             pages,
@@ -98,7 +105,11 @@ impl Arena {
 
     /// Whether every frame under `place` is complete.
     pub fn is_complete(&self, place: Place) -> bool {
-        !self.is_trimmed() || self.placer.pieces(place).all(|(frame, _, _)| !self.incomplete.contains(frame))
+        !self.is_trimmed()
+            || self
+                .placer
+                .pieces(place)
+                .all(|(frame, _, _)| !self.incomplete.contains(frame))
     }
 
     /// Chooses a place, makes it accessible and marks it used. A refusal changes nothing.
@@ -109,13 +120,21 @@ impl Arena {
             self.placer.occupy(plan.place);
             return Ok(plan.place);
         }
-        let mut frames: Vec<u32> = self.placer.pieces(plan.place).map(|(frame, _, _)| frame).collect();
+        let mut frames: Vec<u32> = self
+            .placer
+            .pieces(plan.place)
+            .map(|(frame, _, _)| frame)
+            .collect();
         frames.extend(plan.maps.iter().filter_map(|&(_, source)| match source {
             Source::Frame(frame) => Some(frame),
             Source::New => None,
         }));
         self.complete_frames(&frames)?;
-        let new_count = plan.maps.iter().filter(|(_, source)| *source == Source::New).count();
+        let new_count = plan
+            .maps
+            .iter()
+            .filter(|(_, source)| *source == Source::New)
+            .count();
         if space == Space::Survivors {
             self.reuse_loose(new_count)?;
         }
@@ -124,7 +143,10 @@ impl Arena {
         match self.map_plan(&plan, &new) {
             Ok(()) => Ok(plan.place),
             Err(refusal) => {
-                let news = plan.maps.iter().filter(|(_, source)| *source == Source::New);
+                let news = plan
+                    .maps
+                    .iter()
+                    .filter(|(_, source)| *source == Source::New);
                 for (&(page, _), &id) in news.zip(&new) {
                     self.pages.discard(page, &[id]);
                 }
@@ -145,7 +167,8 @@ impl Arena {
             .collect();
         self.pages.map(plan.maps[0].0, &ids)?;
         let frames = self.placer.commit(plan);
-        self.page_of.resize(self.placer.frame_count() as usize, None);
+        self.page_of
+            .resize(self.placer.frame_count() as usize, None);
         for (frame, id) in frames.into_iter().zip(ids) {
             self.page_of[frame as usize] = Some(id);
         }
@@ -159,7 +182,10 @@ impl Arena {
             match self.pages.take() {
                 Ok(id) => new.push(id),
                 // Idle memory of the other space goes first.
-                Err(Refused { source: DeviceError::OutOfMemory { .. }, .. }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
+                Err(Refused {
+                    source: DeviceError::OutOfMemory { .. },
+                    ..
+                }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
                 Err(error) => {
                     for id in new {
                         drop(self.pages.give_back(id));
@@ -167,9 +193,16 @@ impl Arena {
                     // What is free now that everything taken for this place is back.
                     let free = self.pages.device.memory().map(|info| info.free);
                     return Err(match (error.source, free) {
-                        (DeviceError::OutOfMemory { .. }, Ok(free)) => Refusal::OutOfMemory { free },
-                        (DeviceError::OutOfMemory { info }, Err(_)) => Refusal::OutOfMemory { free: info.free },
-                        (source, _) => Refusal::Device { call: error.call, source },
+                        (DeviceError::OutOfMemory { .. }, Ok(free)) => {
+                            Refusal::OutOfMemory { free }
+                        }
+                        (DeviceError::OutOfMemory { info }, Err(_)) => {
+                            Refusal::OutOfMemory { free: info.free }
+                        }
+                        (source, _) => Refusal::Device {
+                            call: error.call,
+                            source,
+                        },
                     });
                 }
             }
@@ -178,7 +211,9 @@ impl Arena {
     }
 
     fn check_budget(&mut self, count: u64, keep: &[u32]) -> Result<(), Refusal> {
-        let Some(budget) = self.budget else { return Ok(()) };
+        let Some(budget) = self.budget else {
+            return Ok(());
+        };
         let over = |arena: &Self| {
             let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
             (arena.held().0 + more).saturating_sub(budget.0)
@@ -187,14 +222,20 @@ impl Arena {
         if missing > 0 {
             self.trim_idle(missing, keep);
         }
-        if over(self) > 0 { Err(Refusal::OverBudget { budget }) } else { Ok(()) }
+        if over(self) > 0 {
+            Err(Refusal::OverBudget { budget })
+        } else {
+            Ok(())
+        }
     }
 
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
     fn reuse_loose(&mut self, count: usize) -> Result<(), Refusal> {
         let mut waited = false;
         while self.pages.spare_count() < count as u64 {
-            let Some(frame) = self.placer.loose_frame() else { break };
+            let Some(frame) = self.placer.loose_frame() else {
+                break;
+            };
             if !waited {
                 self.pages.synchronise()?;
                 waited = true;
@@ -253,7 +294,11 @@ impl Arena {
     /// Gives the memory of all idle frames back; their virtual pages and numbers stay.
     pub fn trim(&mut self) -> Result<Bytes, Refusal> {
         let before = self.held().0;
-        let idle: Vec<u32> = self.placer.idle_frames().filter(|&f| self.page_of[f as usize].is_some()).collect();
+        let idle: Vec<u32> = self
+            .placer
+            .idle_frames()
+            .filter(|&f| self.page_of[f as usize].is_some())
+            .collect();
         self.trim_frames(&idle)?;
         Ok(Bytes(before - self.held().0))
     }
@@ -263,7 +308,11 @@ impl Arena {
         if self.is_complete(place) {
             return Ok(());
         }
-        let frames: Vec<u32> = self.placer.pieces(place).map(|(frame, _, _)| frame).collect();
+        let frames: Vec<u32> = self
+            .placer
+            .pieces(place)
+            .map(|(frame, _, _)| frame)
+            .collect();
         self.complete_frames(&frames)
     }
 
@@ -271,8 +320,15 @@ impl Arena {
         if !self.is_trimmed() {
             return Ok(());
         }
-        let missing: Vec<u32> = frames.iter().copied().filter(|&frame| self.incomplete.contains(frame)).collect();
-        let without = missing.iter().filter(|&&frame| self.page_of[frame as usize].is_none()).count();
+        let missing: Vec<u32> = frames
+            .iter()
+            .copied()
+            .filter(|&frame| self.incomplete.contains(frame))
+            .collect();
+        let without = missing
+            .iter()
+            .filter(|&&frame| self.page_of[frame as usize].is_none())
+            .count();
         self.check_budget(without as u64, frames)?;
         for frame in missing {
             if self.page_of[frame as usize].is_none() {

@@ -23,7 +23,9 @@ impl BitSet {
     }
 
     pub fn contains(&self, number: u32) -> bool {
-        self.words.get(number as usize / 64).is_some_and(|word| word & (1 << (number % 64)) != 0)
+        self.words
+            .get(number as usize / 64)
+            .is_some_and(|word| word & (1 << (number % 64)) != 0)
     }
 
     pub fn insert(&mut self, number: u32) {

@@ -16,31 +16,9 @@ use crate::engine::{Allocation, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::hook::host::SMALLEST_THRESHOLD;
+use crate::options::Options;
 use crate::stats::{Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
-
-/// How a compiler works. `..Options::default()` for the rest.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// A graph break is an error, from the second run of a step's name on.
-    pub strict: bool,
-    /// Most physical bytes that the compiler may own; `None` for what the device has.
-    pub budget: Option<Bytes>,
-    /// The smallest buffer that the CPU hook serves; at least
-    /// [`SMALLEST_THRESHOLD`](crate::hook::host::SMALLEST_THRESHOLD). Smaller ones are many and cost
-    /// little where they are.
-    pub threshold: Bytes,
-    /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
-    /// make it smaller where the system refuses (`ulimit -v`, valgrind).
-    pub address_space: Bytes,
-}
-
-impl Default for Options {
-    /// Not strict, no budget, a threshold of 16 KiB, 256 GiB of addresses.
-    fn default() -> Self {
-        Self { strict: false, budget: None, threshold: Bytes::kib(16), address_space: Bytes::gib(256) }
-    }
-}
 
 /// Records steps and replays them; see the [crate documentation](crate).
 ///
@@ -64,13 +42,19 @@ impl Compiler {
         let granule = device.granule();
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
         if options.address_space.0 / granule.0 < 2 {
-            let reason = format!("{} is less than two pages of {granule}", options.address_space);
+            let reason = format!(
+                "{} is less than two pages of {granule}",
+                options.address_space
+            );
             return wrong("address_space", reason);
         }
         if let Some(budget) = options.budget
             && budget < granule
         {
-            return wrong("budget", format!("{budget} is less than one page of {granule}"));
+            return wrong(
+                "budget",
+                format!("{budget} is less than one page of {granule}"),
+            );
         }
         if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
             return wrong("granule", format!("{granule} is above 32 MiB"));
@@ -79,16 +63,30 @@ impl Compiler {
             let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);
             return wrong("threshold", reason);
         }
-        let host_threshold = if device.is_host_memory() { options.threshold } else { Bytes(u64::MAX) };
-        let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget).map_err(|refusal| {
-            match refusal {
+        let host_threshold = if device.is_host_memory() {
+            options.threshold
+        } else {
+            Bytes(u64::MAX)
+        };
+        let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget)
+            .map_err(|refusal| match refusal {
                 crate::arena::Refusal::Device { call, source } => Error::Device { call, source },
-                _ => Error::AddressSpace { asked: options.address_space, reserved: Bytes::ZERO },
-            }
-        })?;
+                _ => Error::AddressSpace {
+                    asked: options.address_space,
+                    reserved: Bytes::ZERO,
+                },
+            })?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);
-        Ok(Self { engine: Some(Box::new(Engine::new(shared, arena, options.strict, host_threshold))), serial: 0 })
+        Ok(Self {
+            engine: Some(Box::new(Engine::new(
+                shared,
+                arena,
+                &options,
+                host_threshold,
+            ))),
+            serial: 0,
+        })
     }
 
     fn engine(&mut self) -> Option<&mut Engine> {
@@ -115,7 +113,11 @@ impl Compiler {
         let serial = engine.serial;
         self.serial = serial;
         current::install(engine);
-        Ok(Step { compiler: self, serial, thread: PhantomData })
+        Ok(Step {
+            compiler: self,
+            serial,
+            thread: PhantomData,
+        })
     }
 
     /// Runs `f` as the step named `step`. An error of `f` and a panic abort the step: its live buffers
@@ -163,7 +165,7 @@ impl Compiler {
     /// What a checker needs to know at this moment.
     pub fn snapshot(&mut self) -> Snapshot {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(|engine| Snapshot::of(engine)).unwrap_or_default()
+        self.engine().map(Snapshot::of).unwrap_or_default()
     }
 }
 
@@ -247,7 +249,7 @@ impl Step<'_> {
 
     /// What a checker needs to know at this moment.
     pub fn snapshot(&self) -> Snapshot {
-        self.with(|engine| Snapshot::of(engine)).unwrap_or_default()
+        self.with(Snapshot::of).unwrap_or_default()
     }
 
     /// Ends the step and makes it the tape of its branch.
@@ -309,7 +311,11 @@ pub fn strict_scope(name: &str) -> Scope {
 fn open_scope(name: &str, strict: bool) -> Scope {
     let opened = current::with_innermost(|engine| (engine.serial, engine.enter(name, strict)));
     let (step, depth) = opened.unwrap_or_default();
-    Scope { step, depth, thread: PhantomData }
+    Scope {
+        step,
+        depth,
+        thread: PhantomData,
+    }
 }
 
 impl Drop for Scope {
@@ -336,7 +342,10 @@ pub fn pause() -> Pause {
         engine.pause();
         engine.serial
     });
-    Pause { step: step.unwrap_or(0), thread: PhantomData }
+    Pause {
+        step: step.unwrap_or(0),
+        thread: PhantomData,
+    }
 }
 
 impl Drop for Pause {
@@ -364,14 +373,23 @@ impl Snapshot {
     fn of(engine: &mut Engine) -> Self {
         engine.drain();
         let base = engine.shared.base;
-        Self { base, granule: engine.shared.device.granule(), frames: engine.frames(), live: engine.live() }
+        Self {
+            base,
+            granule: engine.shared.device.granule(),
+            frames: engine.frames(),
+            live: engine.live(),
+        }
     }
 
     /// The frame under an address.
     #[must_use]
     pub fn frame_at(&self, address: Address) -> Option<u32> {
-        let page = u32::try_from(address.checked_offset_from(self.base)?.0 / self.granule.0).ok()?;
-        let at = self.frames.binary_search_by_key(&page, |&(page, _)| page).ok()?;
+        let page =
+            u32::try_from(address.checked_offset_from(self.base)?.0 / self.granule.0).ok()?;
+        let at = self
+            .frames
+            .binary_search_by_key(&page, |&(page, _)| page)
+            .ok()?;
         Some(self.frames[at].1)
     }
 }

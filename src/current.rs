@@ -16,19 +16,24 @@
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, PoisonError, RwLock, TryLockError};
 
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, Engine, Freed, OnError, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
 
+/// Boxed: an engine is large and changes hands at every step.
+type Active = RefCell<Vec<Box<Engine>>>;
+
 thread_local! {
-    static ACTIVE: ManuallyDrop<RefCell<Vec<Box<Engine>>>> =
+    static ACTIVE: ManuallyDrop<Active> =
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static BUSY: Cell<u32> = const { Cell::new(0) };
     static PROBE: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread holds the registry's lock for writing: what is freed then is the registry's.
+    static REGISTERING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Engines that own addresses; never dropped.
@@ -56,27 +61,37 @@ impl Drop for Bookkeeping {
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
-    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
-    registry.push(Arc::clone(shared));
+    change_registry(|registry| registry.push(Arc::clone(shared)));
     LOWEST.fetch_min(shared.base.0, Ordering::Release);
     HIGHEST.fetch_max(shared.base.0 + shared.size.0, Ordering::Release);
 }
 
 /// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
 fn deregister(shared: &Arc<Shared>) {
-    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
-    registry.retain(|other| !Arc::ptr_eq(other, shared));
+    change_registry(|registry| registry.retain(|other| !Arc::ptr_eq(other, shared)));
+}
+
+fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
+    let _bookkeeping = Bookkeeping::begin();
+    REGISTERING.set(true);
+    change(&mut REGISTRY.write().unwrap_or_else(PoisonError::into_inner));
+    REGISTERING.set(false);
 }
 
 fn owner(address: Address) -> Option<Arc<Shared>> {
     let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
-    registry.iter().find(|shared| shared.contains(address)).cloned()
+    registry
+        .iter()
+        .find(|shared| shared.contains(address))
+        .cloned()
 }
 
 /// Whether any compiler may own the address.
 #[inline]
 pub(crate) fn may_own(address: Address) -> bool {
-    address.0 >= LOWEST.load(Ordering::Relaxed) && address.0 < HIGHEST.load(Ordering::Relaxed)
+    address.0 >= LOWEST.load(Ordering::Relaxed)
+        && address.0 < HIGHEST.load(Ordering::Relaxed)
+        && !REGISTERING.get()
 }
 
 /// Makes an engine the innermost one of this thread.
@@ -97,19 +112,23 @@ pub(crate) fn uninstall(serial: u64) -> Option<Box<Engine>> {
 pub(crate) fn with_step<T>(serial: u64, f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        active.iter_mut().find(|engine| engine.serial == serial).map(|engine| f(engine))
+        active
+            .iter_mut()
+            .find(|engine| engine.serial == serial)
+            .map(|engine| f(engine))
     })
 }
 
 /// Calls `f` with the innermost engine of this thread.
 #[inline]
 pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
-    ACTIVE.with(|active| active.try_borrow_mut().ok()?.last_mut().map(|engine| f(engine)))
-}
-
-/// Whether the compiler itself is at work on this thread.
-pub(crate) fn is_busy() -> bool {
-    BUSY.get() > 0
+    ACTIVE.with(|active| {
+        active
+            .try_borrow_mut()
+            .ok()?
+            .last_mut()
+            .map(|engine| f(engine))
+    })
 }
 
 /// Serves an allocation of host memory from the innermost step of this thread that has any to give;
@@ -123,7 +142,10 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     }
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.host_threshold <= size)?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.host_threshold <= size)?;
         match engine.alloc(size, OnError::Postpone) {
             Ok(Allocation::Here(address)) => Some(address),
             Ok(Allocation::Elsewhere) | Err(_) => None,
@@ -133,7 +155,7 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
 
 /// Whether a compiler owns the address.
 pub(crate) fn owns(address: Address) -> bool {
-    may_own(address) && !is_busy() && owner(address).is_some()
+    may_own(address) && owner(address).is_some()
 }
 
 /// Finds out whether this thread's allocations come past the CPU hook.
@@ -156,7 +178,10 @@ impl Probe {
 pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.shared.contains(address))?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
         Some(engine.free(address))
     })
 }
@@ -182,11 +207,17 @@ pub fn free(address: Address) -> Result<(), Error> {
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
-        let engine = active.iter_mut().rev().find(|engine| engine.shared.contains(address))?;
+        let engine = active
+            .iter_mut()
+            .rev()
+            .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
-                waited.map_err(|source| Error::Device { call: Call::Wait, source })
+                waited.map_err(|source| Error::Device {
+                    call: Call::Wait,
+                    source,
+                })
             });
             if let Err(error) = ordered {
                 return Some(Err(error));
@@ -198,14 +229,20 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
 }
 
 fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
-    shared.device.fence(stream).map_err(|source| Error::Device { call: Call::Fence, source })
+    shared.device.fence(stream).map_err(|source| Error::Device {
+        call: Call::Fence,
+        source,
+    })
 }
 
 /// Queues a free for the engine that owns the address, or applies it where the compiler is gone.
 #[cold]
 pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Result<(), Error> {
     let _bookkeeping = Bookkeeping::begin();
-    let shared = owner(address).ok_or(Error::BadFree { address, reason: BadFree::Unknown })?;
+    let shared = owner(address).ok_or(Error::BadFree {
+        address,
+        reason: BadFree::Unknown,
+    })?;
     let fence = stream.map(|stream| order(&shared, stream)).transpose()?;
     shared.push_free(Freed { address, fence });
     // In this order: either the compiler's drop sees the free, or we see that it was dropped.
@@ -223,14 +260,31 @@ pub(crate) fn orphan(mut engine: Box<Engine>) {
 }
 
 /// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
+///
+/// Never waits: whoever holds the engine looks again after letting go of it, and the fences order that
+/// look behind every free whose thread found the engine held. So a free that comes out of the engine's
+/// own work (a logger's buffer, say) cannot wait for itself.
 fn reap(shared: &Arc<Shared>) {
-    let mut orphan = shared.orphan.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(engine) = &mut *orphan else { return };
-    engine.drain();
-    if engine.live_count() == 0 {
-        deregister(shared);
-        let engine = orphan.take();
+    loop {
+        fence(Ordering::SeqCst);
+        let mut orphan = match shared.orphan.try_lock() {
+            Ok(orphan) => orphan,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let Some(engine) = &mut *orphan else { return };
+        engine.drain();
+        if engine.live_count() == 0 {
+            deregister(shared);
+            let engine = orphan.take();
+            drop(orphan);
+            drop(engine);
+            return;
+        }
         drop(orphan);
-        drop(engine);
+        fence(Ordering::SeqCst);
+        if !shared.has_frees() {
+            return;
+        }
     }
 }

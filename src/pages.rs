@@ -82,11 +82,19 @@ impl Pages {
     }
 
     fn has_mapping(&self, number: u32) -> bool {
-        if number < self.split { self.mapped[0].contains(number) } else { self.mapped[1].contains(number - self.split) }
+        if number < self.split {
+            self.mapped[0].contains(number)
+        } else {
+            self.mapped[1].contains(number - self.split)
+        }
     }
 
     fn set_mapped(&mut self, number: u32, mapped: bool) {
-        let (half, number) = if number < self.split { (0, number) } else { (1, number - self.split) };
+        let (half, number) = if number < self.split {
+            (0, number)
+        } else {
+            (1, number - self.split)
+        };
         if mapped {
             self.mapped[half].insert(number);
         } else {
@@ -119,7 +127,12 @@ impl Pages {
             match self.device.synchronise() {
                 Ok(()) => return Ok(()),
                 Err(DeviceError::NotReady) if tries > 0 => {}
-                Err(source) => return Err(Refused { call: Call::Synchronise, source }),
+                Err(source) => {
+                    return Err(Refused {
+                        call: Call::Synchronise,
+                        source,
+                    });
+                }
             }
         }
     }
@@ -135,7 +148,10 @@ impl Pages {
             return Ok(page);
         }
         let page = match self.call(Call::Create, |device| device.create()) {
-            Err(Refused { source: DeviceError::OutOfMemory { .. }, .. }) => {
+            Err(Refused {
+                source: DeviceError::OutOfMemory { .. },
+                ..
+            }) => {
                 // Work that still runs may hold memory that is free already in program order.
                 self.synchronise()?;
                 self.call(Call::Create, |device| device.create())?
@@ -207,7 +223,11 @@ impl Pages {
     pub fn discard(&mut self, first: u32, pages: &[PageId]) {
         for (i, &page) in pages.iter().enumerate() {
             let number = first + i as u32;
-            match self.strays.iter_mut().find(|stray| stray.0 == number && stray.1.is_none()) {
+            match self
+                .strays
+                .iter_mut()
+                .find(|stray| stray.0 == number && stray.1.is_none())
+            {
                 Some(stray) => stray.1 = Some(page),
                 None => drop(self.give_back(page)),
             }
@@ -238,7 +258,9 @@ impl Pages {
         for run in mapped.chunk_by(|a, b| a + 1 == *b) {
             let (at, size) = (self.at(run[0]), Bytes(run.len() as u64 * self.granule.0));
             match self.call(Call::Unmap, |device| device.unmap(at, size)) {
-                Ok(()) => run.iter().for_each(|&number| self.set_mapped(number, false)),
+                Ok(()) => run
+                    .iter()
+                    .for_each(|&number| self.set_mapped(number, false)),
                 // One bad mapping must not keep the others.
                 Err(error) => {
                     failed = Some(error);

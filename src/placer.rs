@@ -120,7 +120,11 @@ impl Placer {
     /// step, the upper for survivors.
     pub fn new(page_units: Units, page_limit: u32) -> Self {
         let split = page_limit / 2;
-        let space = |first_page, page_limit| SpaceBooks { first_page, page_limit, ..SpaceBooks::default() };
+        let space = |first_page, page_limit| SpaceBooks {
+            first_page,
+            page_limit,
+            ..SpaceBooks::default()
+        };
         debug_assert!(page_units.is_power_of_two());
         Self {
             page_units,
@@ -139,7 +143,10 @@ impl Placer {
 
     /// Virtual pages so far, mapped or once mapped.
     pub fn page_count(&self) -> u32 {
-        self.spaces.iter().map(|space| space.frame_of.len()).sum::<usize>() as u32
+        self.spaces
+            .iter()
+            .map(|space| space.frame_of.len())
+            .sum::<usize>() as u32
     }
 
     /// First page and count of each space's virtual pages.
@@ -152,13 +159,21 @@ impl Placer {
 
     /// The space that a virtual page belongs to.
     pub fn space_of(&self, page: u32) -> Space {
-        if page >= self.spaces[1].first_page { Space::Survivors } else { Space::Step }
+        if page >= self.spaces[1].first_page {
+            Space::Survivors
+        } else {
+            Space::Step
+        }
     }
 
     /// The frame under a virtual page, [`NO_FRAME`] where there is none.
     pub fn frame_of(&self, page: u32) -> u32 {
         let space = &self.spaces[self.space_of(page) as usize];
-        space.frame_of.get((page - space.first_page) as usize).copied().unwrap_or(NO_FRAME)
+        space
+            .frame_of
+            .get((page - space.first_page) as usize)
+            .copied()
+            .unwrap_or(NO_FRAME)
     }
 
     /// The virtual pages over a frame.
@@ -178,14 +193,18 @@ impl Placer {
 
     /// Whether no unit under `place` is used and all of its pages are mapped.
     pub fn is_free(&self, place: Place) -> bool {
-        self.pieces(place).all(|(frame, start, len)| frame != NO_FRAME && self.piece_is_free(frame, start, len))
+        self.pieces(place)
+            .all(|(frame, start, len)| frame != NO_FRAME && self.piece_is_free(frame, start, len))
     }
 
     fn piece_is_free(&self, frame: u32, start: Units, len: Units) -> bool {
         let frame = &self.frames[frame as usize];
         frame.used == 0
             || frame.used < self.page_units
-                && frame.gaps.iter().any(|&(gap, gap_len)| gap <= start && start + len <= gap + gap_len)
+                && frame
+                    .gaps
+                    .iter()
+                    .any(|&(gap, gap_len)| gap <= start && start + len <= gap + gap_len)
     }
 
     /// Marks the units under `place` as used.
@@ -202,25 +221,37 @@ impl Placer {
     pub fn vacate(&mut self, place: Place) {
         self.each_piece(place, Self::give);
         if let Some((space, count, start)) = self.window(place) {
-            self.spaces[space].freed.entry(count).or_default().insert(start);
+            self.spaces[space]
+                .freed
+                .entry(count)
+                .or_default()
+                .insert(start);
         }
     }
 
     /// Space, page count and first page of the window that a buffer of a page or more stands in.
     fn window(&self, place: Place) -> Option<(usize, u32, u32)> {
         let start = place.start >> self.shift;
-        let window = (self.space_of(start) as usize, place.len.div_ceil(self.page_units), start);
+        let window = (
+            self.space_of(start) as usize,
+            place.len.div_ceil(self.page_units),
+            start,
+        );
         (place.len >= self.page_units).then_some(window)
     }
 
     /// An edge that leads to `place` was added.
     pub fn mention(&mut self, place: Place) {
-        self.each_piece(place, |placer, frame, _, _| placer.frames[frame as usize].mentions += 1);
+        self.each_piece(place, |placer, frame, _, _| {
+            placer.frames[frame as usize].mentions += 1
+        });
     }
 
     /// An edge that led to `place` was dropped.
     pub fn unmention(&mut self, place: Place) {
-        self.each_piece(place, |placer, frame, _, _| placer.frames[frame as usize].mentions -= 1);
+        self.each_piece(place, |placer, frame, _, _| {
+            placer.frames[frame as usize].mentions -= 1
+        });
     }
 
     fn each_piece(&mut self, place: Place, mut visit: impl FnMut(&mut Self, u32, Units, Units)) {
@@ -250,7 +281,9 @@ impl Placer {
             space.gaps.remove(&(gap_len, number, gap));
             let before = (gap, start - gap);
             let after = (start + len, gap + gap_len - start - len);
-            let kept = [before, after].into_iter().filter(|&(_, gap_len)| gap_len > 0);
+            let kept = [before, after]
+                .into_iter()
+                .filter(|&(_, gap_len)| gap_len > 0);
             for (gap, gap_len) in kept.clone() {
                 space.gaps.insert((gap_len, number, gap));
             }
@@ -289,22 +322,33 @@ impl Placer {
 
     /// Chooses a place of `len` units; `None` when the space has no addresses left.
     pub fn plan(&mut self, len: Units, space: Space) -> Option<Plan> {
-        if len < self.page_units { self.plan_small(len, space) } else { self.plan_large(len, space) }
+        if len < self.page_units {
+            self.plan_small(len, space)
+        } else {
+            self.plan_large(len, space)
+        }
     }
 
     fn plan_small(&mut self, len: Units, space: Space) -> Option<Plan> {
         let books = &self.spaces[space as usize];
         let page_units = self.page_units;
         let at = |page: u32, start: Units, maps| {
-            Some(Plan { place: Place { start: page.checked_mul(page_units)? + start, len }, space, maps })
+            Some(Plan {
+                place: Place {
+                    start: page.checked_mul(page_units)? + start,
+                    len,
+                },
+                space,
+                maps,
+            })
         };
         if let Some(&(_, frame, start)) = books.gaps.range((len, 0, 0)..).next() {
             return at(self.frames[frame as usize].aliases[0], start, Vec::new());
         }
-        if let Some(frame) = books.free.next(0) {
-            if let Some(&page) = self.frames[frame as usize].aliases.first() {
-                return at(page, 0, Vec::new());
-            }
+        if let Some(frame) = books.free.next(0)
+            && let Some(&page) = self.frames[frame as usize].aliases.first()
+        {
+            return at(page, 0, Vec::new());
         }
         let page = self.next_page(space, 1)?;
         at(page, 0, vec![(page, Source::New)])
@@ -314,7 +358,14 @@ impl Placer {
         let count = len.div_ceil(self.page_units);
         let rest = len - (count - 1) * self.page_units;
         let plan = |page: u32, page_units: Units, maps| {
-            Some(Plan { place: Place { start: page.checked_mul(page_units)?, len }, space, maps })
+            Some(Plan {
+                place: Place {
+                    start: page.checked_mul(page_units)?,
+                    len,
+                },
+                space,
+                maps,
+            })
         };
         if let Some(page) = self.freed_window(count, rest, space) {
             return plan(page, self.page_units, Vec::new());
@@ -324,7 +375,10 @@ impl Placer {
         let books = &self.spaces[space as usize];
         let mut tail = 0;
         for &frame in books.frame_of.iter().rev().take(count as usize) {
-            if frame == NO_FRAME || !books.free.contains(frame) || self.frames[frame as usize].stamp == self.epoch {
+            if frame == NO_FRAME
+                || !books.free.contains(frame)
+                || self.frames[frame as usize].stamp == self.epoch
+            {
                 break;
             }
             self.frames[frame as usize].stamp = self.epoch;
@@ -357,27 +411,47 @@ impl Placer {
 
     /// A free frame of the step's space that no edge mentions: its page may serve elsewhere.
     pub fn loose_frame(&self) -> Option<u32> {
-        self.spaces[Space::Step as usize].free.iter().find(|&frame| self.frames[frame as usize].mentions == 0)
+        self.spaces[Space::Step as usize]
+            .free
+            .iter()
+            .find(|&frame| self.frames[frame as usize].mentions == 0)
     }
 
     /// A mapped window of `count` free and distinct frames, the last one free for `rest` units.
     fn freed_window(&mut self, count: u32, rest: Units, space: Space) -> Option<u32> {
         let index = space as usize;
-        let equal_or_longer: Vec<u32> =
-            self.spaces[index].freed.range(count..).take(TRIES).map(|(&pages, _)| pages).collect();
-        let shorter: Vec<u32> =
-            self.spaces[index].freed.range(..count).rev().take(TRIES).map(|(&pages, _)| pages).collect();
+        let equal_or_longer: Vec<u32> = self.spaces[index]
+            .freed
+            .range(count..)
+            .take(TRIES)
+            .map(|(&pages, _)| pages)
+            .collect();
+        let shorter: Vec<u32> = self.spaces[index]
+            .freed
+            .range(..count)
+            .rev()
+            .take(TRIES)
+            .map(|(&pages, _)| pages)
+            .collect();
         for lengths in [equal_or_longer, shorter] {
             let mut tries = TRIES;
             for pages in lengths {
-                let list = std::mem::take(self.spaces[index].freed.get_mut(&pages).expect("listed length"));
+                let list = std::mem::take(
+                    self.spaces[index]
+                        .freed
+                        .get_mut(&pages)
+                        .expect("listed length"),
+                );
                 let found = list
                     .iter()
                     .copied()
                     .take(tries)
                     .find(|&start| self.window_is_free(start, count, rest, space));
                 tries -= list.len().min(tries);
-                *self.spaces[index].freed.get_mut(&pages).expect("listed length") = list;
+                *self.spaces[index]
+                    .freed
+                    .get_mut(&pages)
+                    .expect("listed length") = list;
                 if found.is_some() || tries == 0 {
                     return found;
                 }
@@ -390,12 +464,18 @@ impl Placer {
         self.epoch += 1;
         let books = &self.spaces[space as usize];
         let first = (start - books.first_page) as usize;
-        let Some(window) = books.frame_of.get(first..first + count as usize) else { return false };
+        let Some(window) = books.frame_of.get(first..first + count as usize) else {
+            return false;
+        };
         for (i, &frame) in window.iter().enumerate() {
             if frame == NO_FRAME || self.frames[frame as usize].stamp == self.epoch {
                 return false;
             }
-            let len = if i + 1 == count as usize { rest } else { self.page_units };
+            let len = if i + 1 == count as usize {
+                rest
+            } else {
+                self.page_units
+            };
             let free = if len == self.page_units {
                 self.frames[frame as usize].used == 0
             } else {
@@ -457,7 +537,10 @@ impl Placer {
 /// The pieces of a place by page: `(page, start in it, len)`.
 fn split(place: Place, shift: u32) -> impl Iterator<Item = (u32, Units, Units)> {
     let page_units = 1u64 << shift;
-    let (mut at, end) = (u64::from(place.start), u64::from(place.start) + u64::from(place.len));
+    let (mut at, end) = (
+        u64::from(place.start),
+        u64::from(place.start) + u64::from(place.len),
+    );
     std::iter::from_fn(move || {
         if at >= end {
             return None;

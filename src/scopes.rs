@@ -88,7 +88,11 @@ impl Scopes {
     }
 
     fn new_node(&mut self, name: &str, parent: Option<u32>) -> u32 {
-        self.nodes.push(Node { name: name.into(), parent, ..Node::default() });
+        self.nodes.push(Node {
+            name: name.into(),
+            parent,
+            ..Node::default()
+        });
         u32::try_from(self.nodes.len() - 1).expect("scope paths are numbered by u32")
     }
 
@@ -105,7 +109,9 @@ impl Scopes {
             Some(&path) => path,
             None => {
                 let path = self.new_node(name, Some(parent));
-                self.nodes[parent as usize].children.insert(name.into(), path);
+                self.nodes[parent as usize]
+                    .children
+                    .insert(name.into(), path);
                 path
             }
         };
@@ -121,7 +127,13 @@ impl Scopes {
         self.context = mix::chain(0x51_7C_C1_B7, path);
         self.strict += u32::from(strict);
         self.nodes[path as usize].runs += 1;
-        self.stack.push(Open { path, run: self.run, context: self.context, peak: live, strict });
+        self.stack.push(Open {
+            path,
+            run: self.run,
+            context: self.context,
+            peak: live,
+            strict,
+        });
     }
 
     /// Closes the innermost scope. [`fold_peak`](Self::fold_peak) comes first.
@@ -164,8 +176,27 @@ impl Scopes {
     /// An allocation of `len` was served at a position.
     #[inline]
     pub fn count(&mut self, (counter, nth): Position, len: Units) {
-        self.counters[counter as usize] = Counter { run: self.run, count: nth + 1 };
+        self.counters[counter as usize] = Counter {
+            run: self.run,
+            count: nth + 1,
+        };
         self.context = mix::chain(self.context, len);
+    }
+
+    /// Keeps the counters of which `keep` holds, and returns the new number of each. No scope is open.
+    pub fn retain_counters(&mut self, keep: impl Fn(u32) -> bool) -> HashMap<u32, u32, MixBuild> {
+        let mut new = HashMap::default();
+        let mut path_of = Vec::new();
+        self.counter_of.retain(|_, counter| keep(*counter));
+        for counter in self.counter_of.values_mut() {
+            path_of.push(self.path_of[*counter as usize]);
+            let number = path_of.len() as u32 - 1;
+            new.insert(std::mem::replace(counter, number), number);
+        }
+        self.counter_of.shrink_to_fit();
+        self.counters = vec![Counter::default(); path_of.len()];
+        self.path_of = path_of;
+        new
     }
 
     /// A graph break began in the innermost scope.
@@ -174,14 +205,21 @@ impl Scopes {
         self.nodes[path as usize].breaks += 1;
     }
 
-    /// A position was found to survive.
-    pub fn add_survivor(&mut self, position: Position) {
-        self.nodes[self.path_of[position.0 as usize] as usize].survivor_positions += 1;
+    /// A position was found to survive; returns the number of its step's name.
+    pub fn add_survivor(&mut self, position: Position) -> u32 {
+        let mut path = self.path_of[position.0 as usize];
+        self.nodes[path as usize].survivor_positions += 1;
+        while let Some(parent) = self.nodes[path as usize].parent {
+            path = parent;
+        }
+        path
     }
 
     /// Path of the innermost open scope: `step/down.0/attention`.
     pub fn path(&self) -> String {
-        self.stack.last().map_or_else(String::new, |open| self.path_text(open.path))
+        self.stack
+            .last()
+            .map_or_else(String::new, |open| self.path_text(open.path))
     }
 
     fn path_text(&self, path: u32) -> String {
@@ -203,7 +241,13 @@ impl Scopes {
 
     /// Every scope that was entered, each after its parent.
     pub fn stats(&self) -> Vec<ScopeStats> {
-        let open_peak = |path: u32| self.stack.iter().filter(|open| open.path == path).map(|open| open.peak).max();
+        let open_peak = |path: u32| {
+            self.stack
+                .iter()
+                .filter(|open| open.path == path)
+                .map(|open| open.peak)
+                .max()
+        };
         (0..self.nodes.len() as u32)
             .map(|path| {
                 let node = &self.nodes[path as usize];

@@ -63,9 +63,12 @@ impl TraceError {
     /// A line that could not be read: damage of the file, where the reader says so.
     pub(crate) fn reading(line: usize, error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::UnexpectedEof => {
-                Self::Line { line, reason: error.to_string() }
-            }
+            io::ErrorKind::InvalidData
+            | io::ErrorKind::InvalidInput
+            | io::ErrorKind::UnexpectedEof => Self::Line {
+                line,
+                reason: error.to_string(),
+            },
             _ => Self::Io(error),
         }
     }
@@ -90,7 +93,10 @@ impl Trace {
         let mut depth = 0_usize;
         for (index, line) in source.lines().enumerate() {
             let text = line.map_err(|error| TraceError::reading(index + 1, error))?;
-            let wrong = |reason: String| TraceError::Line { line: index + 1, reason };
+            let wrong = |reason: String| TraceError::Line {
+                line: index + 1,
+                reason,
+            };
             let text = text.trim();
             if text.is_empty() || text.starts_with('#') {
                 continue;
@@ -98,25 +104,34 @@ impl Trace {
             let (kind, rest) = text.split_once(' ').unwrap_or((text, ""));
             let rest = rest.trim();
             let number = |what: &str, text: &str| {
-                text.parse::<u64>().map_err(|_| wrong(format!("{what} is not a number: {text:?}")))
+                text.parse::<u64>()
+                    .map_err(|_| wrong(format!("{what} is not a number: {text:?}")))
             };
             match kind {
                 "a" => {
-                    let (buffer, size) =
-                        rest.split_once(' ').ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
+                    let (buffer, size) = rest
+                        .split_once(' ')
+                        .ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
                     let (buffer, size) = (number("id", buffer)?, number("bytes", size.trim())?);
                     if size > SIZE_LIMIT.0 {
                         return Err(wrong(format!("{} is more than {SIZE_LIMIT}", Bytes(size))));
                     }
                     if !live.insert(buffer) {
-                        return Err(wrong(format!("buffer {buffer} is allocated while it is live")));
+                        return Err(wrong(format!(
+                            "buffer {buffer} is allocated while it is live"
+                        )));
                     }
-                    events.push(Event::Alloc { buffer, size: Bytes(size) });
+                    events.push(Event::Alloc {
+                        buffer,
+                        size: Bytes(size),
+                    });
                 }
                 "f" => {
                     let buffer = number("id", rest)?;
                     if !live.remove(&buffer) {
-                        return Err(wrong(format!("buffer {buffer} is freed while it is not live")));
+                        return Err(wrong(format!(
+                            "buffer {buffer} is freed while it is not live"
+                        )));
                     }
                     events.push(Event::Free { buffer });
                 }
@@ -128,10 +143,16 @@ impl Trace {
                     events.push(Event::Enter(rest.to_owned()));
                 }
                 "e" => {
-                    depth = depth.checked_sub(1).ok_or_else(|| wrong("no scope is open".into()))?;
+                    depth = depth
+                        .checked_sub(1)
+                        .ok_or_else(|| wrong("no scope is open".into()))?;
                     events.push(Event::Leave);
                 }
-                other => return Err(wrong(format!("unknown event {other:?} (known: a, f, s, e, #)"))),
+                other => {
+                    return Err(wrong(format!(
+                        "unknown event {other:?} (known: a, f, s, e, #)"
+                    )));
+                }
             }
         }
         Ok(Self { events })
@@ -151,10 +172,13 @@ impl Trace {
     /// Allocations in it.
     #[must_use]
     pub fn buffer_count(&self) -> usize {
-        self.events.iter().filter(|event| matches!(event, Event::Alloc { .. })).count()
+        self.events
+            .iter()
+            .filter(|event| matches!(event, Event::Alloc { .. }))
+            .count()
     }
 
-    /// L: the most bytes live at once, each size rounded up to 512 B.
+    /// L: the most bytes live at once, each size rounded up to 512 B. Meaningless beyond 2^64 bytes.
     #[must_use]
     pub fn live_peak(&self) -> Bytes {
         let mut sizes = std::collections::HashMap::new();
@@ -162,12 +186,14 @@ impl Trace {
         for event in &self.events {
             match event {
                 Event::Alloc { buffer, size } => {
-                    let size = size.0.next_multiple_of(ALIGNMENT.0);
+                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(*size).0;
                     sizes.insert(*buffer, size);
-                    live += size;
+                    live = u64::saturating_add(live, size);
                     peak = peak.max(live);
                 }
-                Event::Free { buffer } => live -= sizes.remove(buffer).unwrap_or(0),
+                Event::Free { buffer } => {
+                    live = u64::saturating_sub(live, sizes.remove(buffer).unwrap_or(0));
+                }
                 Event::Enter(_) | Event::Leave => {}
             }
         }
@@ -197,23 +223,41 @@ mod tests {
         let mut written = Vec::new();
         trace.write(&mut written).unwrap();
         assert_eq!(written, text.as_bytes());
-        assert_eq!((trace.buffer_count(), trace.live_peak()), (2, Bytes(512 + 1024)));
+        assert_eq!(
+            (trace.buffer_count(), trace.live_peak()),
+            (2, Bytes(512 + 1024))
+        );
     }
 
     #[test]
     fn damaged_lines_are_named_with_number_and_reason() {
         for (text, line, reason) in [
             ("a 0 8\nf 1\n", 2, "buffer 1 is freed while it is not live"),
-            ("a 0 8\na 0 8\n", 2, "buffer 0 is allocated while it is live"),
-            ("# fine\n\nx 1\n", 3, "unknown event \"x\" (known: a, f, s, e, #)"),
+            (
+                "a 0 8\na 0 8\n",
+                2,
+                "buffer 0 is allocated while it is live",
+            ),
+            (
+                "# fine\n\nx 1\n",
+                3,
+                "unknown event \"x\" (known: a, f, s, e, #)",
+            ),
             ("a 0\n", 1, "expected `a <id> <bytes>`"),
             ("a 0 -1\n", 1, "bytes is not a number: \"-1\""),
             ("e\n", 1, "no scope is open"),
             ("s\n", 1, "expected `s <name>`"),
-            ("a 0 9999999999999\n", 1, "9313.23 GiB is more than 2047.00 GiB"),
+            (
+                "a 0 9999999999999\n",
+                1,
+                "9313.23 GiB is more than 2047.00 GiB",
+            ),
         ] {
             match Trace::read(text.as_bytes()) {
-                Err(TraceError::Line { line: at, reason: why }) => assert_eq!((at, &*why), (line, reason)),
+                Err(TraceError::Line {
+                    line: at,
+                    reason: why,
+                }) => assert_eq!((at, &*why), (line, reason)),
                 other => panic!("{text:?} gave {other:?}"),
             }
         }

@@ -12,7 +12,17 @@ pub const ALIGNMENT: Bytes = Bytes(512);
 
 /// A number of bytes.
 #[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    bytemuck::Pod,
+    bytemuck::Zeroable,
 )]
 #[repr(transparent)]
 pub struct Bytes(pub u64);
@@ -41,7 +51,10 @@ impl Bytes {
 
     /// The count in MiB, for people.
     #[must_use]
-    #[expect(clippy::cast_precision_loss, reason = "shown to people, never computed with")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "shown to people, never computed with"
+    )]
     pub fn as_mib(self) -> f64 {
         self.0 as f64 / f64::from(1 << 20)
     }
@@ -76,12 +89,17 @@ impl Bytes {
 
 impl fmt::Display for Bytes {
     /// In the largest binary unit that leaves at least one whole unit: `512 B`, `1.50 KiB`, `24.00 MiB`.
-    #[expect(clippy::cast_precision_loss, reason = "shown to people, never computed with")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "shown to people, never computed with"
+    )]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self.0 {
             bytes @ 0..=1023 => format!("{bytes} B"),
             bytes @ 1024..=0xF_FFFF => format!("{:.2} KiB", bytes as f64 / f64::from(1 << 10)),
-            bytes @ 0x10_0000..=0x3FFF_FFFF => format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20)),
+            bytes @ 0x10_0000..=0x3FFF_FFFF => {
+                format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20))
+            }
             bytes => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
         };
         f.pad(&text)
@@ -89,7 +107,9 @@ impl fmt::Display for Bytes {
 }
 
 /// A place in a device's address space.
-#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(
+    Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+)]
 #[repr(transparent)]
 pub struct Address(pub u64);
 
@@ -131,8 +151,10 @@ mod tests {
 
     #[test]
     fn sizes_are_shown_in_the_largest_whole_unit() {
-        let shown: Vec<String> =
-            [0, 512, 1536, 24 << 20, 3 << 30].iter().map(|&bytes| Bytes(bytes).to_string()).collect();
+        let shown: Vec<String> = [0, 512, 1536, 24 << 20, 3 << 30]
+            .iter()
+            .map(|&bytes| Bytes(bytes).to_string())
+            .collect();
         assert_eq!(shown, ["0 B", "512 B", "1.50 KiB", "24.00 MiB", "3.00 GiB"]);
     }
 

@@ -225,7 +225,9 @@ mod tests {
         assert_eq!(check(&[(512, 1024)], &[4]), Err(fault));
     }
 
-    fn check_plan(items: &[(u64, u64, &[(u32, u32)])], frames: &[u32]) -> Result<(), PlanFault> {
+    type Item<'a> = (u64, u64, &'a [(u32, u32)]);
+
+    fn check_plan(items: &[Item<'_>], frames: &[u32]) -> Result<(), PlanFault> {
         let items: Vec<_> = items
             .iter()
             .map(|&(start, len, lifespans)| Placed {

@@ -172,7 +172,7 @@ fn replay_prints_the_statistics_table() {
     let (code, out, err) = program(&["replay", &flux(), "--device", "host", "--steps", "4"]);
     assert_eq!(code, 0, "{err}");
     let row = out.lines().find(|line| line.starts_with("step ")).unwrap();
-    assert!(row.contains("7189"), "{row}");
+    assert!(row.contains("14378"), "{row}");
     assert!(out.contains("last step: 0 breaks, 0 driver calls"), "{out}");
 }
 

@@ -6,7 +6,9 @@ use std::thread;
 use memory_compiler::device::adaptor::{Counting, Limiting};
 use memory_compiler::device::{Device, Host};
 use memory_compiler::hook::host::{ScopedAllocator, is_installed};
-use memory_compiler::{Address, Bytes, Compiler, Error, Expected, Options, pause, scope, strict_scope};
+use memory_compiler::{
+    Address, Bytes, Compiler, Error, Expected, Options, pause, scope, strict_scope,
+};
 
 #[global_allocator]
 static MEMORY: ScopedAllocator = ScopedAllocator::new();
@@ -16,7 +18,10 @@ const KIB: usize = 1 << 10;
 type Counted = Counting<Limiting<Host>>;
 
 fn device(limit: Bytes) -> Arc<Counted> {
-    Arc::new(Counting::new(Limiting::new(Host::new(Bytes::kib(4)).unwrap(), limit)))
+    Arc::new(Counting::new(Limiting::new(
+        Host::new(Bytes::kib(4)).unwrap(),
+        limit,
+    )))
 }
 
 fn compiler_on(device: &Arc<Counted>, options: Options) -> Compiler {
@@ -38,7 +43,11 @@ fn filled(len: usize, value: u8) -> Vec<u8> {
 /// Whether the compiler owns the buffer: between steps its address must lie in the snapshot's range.
 fn is_served(compiler: &mut Compiler, buffer: &[u8]) -> bool {
     let at = Address(buffer.as_ptr() as u64);
-    compiler.snapshot().live.iter().any(|&(start, size)| start <= at && at.0 < start.0 + size.0)
+    compiler
+        .snapshot()
+        .live
+        .iter()
+        .any(|&(start, size)| start <= at && at.0 < start.0 + size.0)
 }
 
 #[test]
@@ -49,22 +58,46 @@ fn the_hook_is_installed() {
 #[test]
 fn large_buffers_of_a_step_are_served_and_small_ones_are_not() {
     let (_device, mut compiler) = compiler();
-    let (large, small) =
-        compiler.step(|| Ok::<_, Error>((filled(16 * KIB, 1), filled(16 * KIB - 1, 2)))).unwrap();
+    let (large, small) = compiler
+        .step(|| Ok::<_, Error>((filled(16 * KIB, 1), filled(16 * KIB - 1, 2))))
+        .unwrap();
     assert!(is_served(&mut compiler, &large));
     assert!(!is_served(&mut compiler, &small));
-    assert!(!is_served(&mut compiler, &filled(64 * KIB, 3)), "no step is active");
+    assert!(
+        !is_served(&mut compiler, &filled(64 * KIB, 3)),
+        "no step is active"
+    );
 }
 
 #[test]
 fn the_threshold_is_an_option_with_a_least_value() {
     let device = device(Bytes::gib(1));
-    let mut compiler = compiler_on(&device, Options { threshold: Bytes::kib(4), ..Options::default() });
-    let buffer = compiler.step(|| Ok::<_, Error>(filled(4 * KIB, 1))).unwrap();
+    let mut compiler = compiler_on(
+        &device,
+        Options {
+            threshold: Bytes::kib(4),
+            ..Options::default()
+        },
+    );
+    let buffer = compiler
+        .step(|| Ok::<_, Error>(filled(4 * KIB, 1)))
+        .unwrap();
     assert!(is_served(&mut compiler, &buffer));
-    let too_small = Options { threshold: Bytes(4095), ..Options::default() };
+    let too_small = Options {
+        threshold: Bytes(4095),
+        ..Options::default()
+    };
     let error = Compiler::new(device, too_small).unwrap_err();
-    assert!(matches!(error, Error::Option { option: "threshold", .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::Option {
+                option: "threshold",
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 #[test]
@@ -92,7 +125,14 @@ fn a_step_of_vectors_replays_without_device_calls() {
     }
     assert_eq!(device.memory_calls(), calls);
     let stats = compiler.stats();
-    assert_eq!((stats.breaks_total, stats.device_calls_step, stats.recorded_step), (0, 0, 0));
+    assert_eq!(
+        (
+            stats.breaks_total,
+            stats.device_calls_step,
+            stats.recorded_step
+        ),
+        (0, 0, 0)
+    );
     assert!(stats.replayed_step >= 4, "{stats}");
 }
 
@@ -123,7 +163,10 @@ fn reallocation_keeps_contents_across_the_threshold_and_between_owners() {
         .unwrap();
     assert!(is_served(&mut compiler, &outside) && is_served(&mut compiler, &inside));
     inside.resize(200 * KIB, 10);
-    assert!(!is_served(&mut compiler, &inside), "it grew outside of any step");
+    assert!(
+        !is_served(&mut compiler, &inside),
+        "it grew outside of any step"
+    );
     inside.truncate(KIB);
     inside.shrink_to_fit();
     assert!(inside.iter().all(|&byte| byte == 9));
@@ -140,7 +183,9 @@ fn alignment_above_512_passes_through() {
     #[repr(align(4096))]
     struct Page([u8; 64 * KIB]);
     let (_device, mut compiler) = compiler();
-    let page = compiler.step(|| Ok::<_, Error>(Box::new(Page([5; 64 * KIB])))).unwrap();
+    let page = compiler
+        .step(|| Ok::<_, Error>(Box::new(Page([5; 64 * KIB]))))
+        .unwrap();
     assert_eq!(page.0.as_ptr() as usize % 4096, 0);
     assert!(!is_served(&mut compiler, &page.0));
 }
@@ -151,7 +196,10 @@ fn buffers_freed_on_other_threads_come_back_to_their_step() {
     for round in 0..6_u8 {
         let (send, receive) = mpsc::channel::<Vec<u8>>();
         let reader = thread::spawn(move || {
-            receive.iter().map(|buffer| buffer.iter().map(|&byte| u64::from(byte)).sum::<u64>()).sum::<u64>()
+            receive
+                .iter()
+                .map(|buffer| buffer.iter().map(|&byte| u64::from(byte)).sum::<u64>())
+                .sum::<u64>()
         });
         let sent = compiler
             .step(|| {
@@ -184,7 +232,11 @@ fn a_strict_break_inside_the_allocator_is_served_and_the_step_returns_it() {
     let (_device, mut compiler) = compiler();
     let mut step = |len: usize, strict: bool| {
         compiler.step_named("strict", || {
-            let _scope = if strict { strict_scope("inner") } else { scope("inner") };
+            let _scope = if strict {
+                strict_scope("inner")
+            } else {
+                scope("inner")
+            };
             let buffer = filled(len, 3);
             assert!(buffer.iter().all(|&byte| byte == 3));
             Ok::<_, Error>(())
@@ -198,7 +250,11 @@ fn a_strict_break_inside_the_allocator_is_served_and_the_step_returns_it() {
             asked: Bytes::kib(128),
             expected: Expected::Size(Bytes::kib(64)),
         };
-        assert_eq!(step(128 * KIB, true), Err(expected), "a strict break is not recorded");
+        assert_eq!(
+            step(128 * KIB, true),
+            Err(expected),
+            "a strict break is not recorded"
+        );
     }
     step(64 * KIB, true).unwrap();
     step(128 * KIB, false).unwrap();
@@ -208,28 +264,60 @@ fn a_strict_break_inside_the_allocator_is_served_and_the_step_returns_it() {
 
 #[test]
 fn without_memory_the_system_serves_and_the_step_reports_it() {
-    for (limit, budget) in [(Bytes::kib(64), None), (Bytes::gib(1), Some(Bytes::kib(64)))] {
+    for (limit, budget) in [
+        (Bytes::kib(64), None),
+        (Bytes::gib(1), Some(Bytes::kib(64))),
+    ] {
         let device = device(limit);
-        let mut compiler = compiler_on(&device, Options { budget, ..Options::default() });
+        let mut compiler = compiler_on(
+            &device,
+            Options {
+                budget,
+                ..Options::default()
+            },
+        );
         let error = compiler
             .step(|| {
                 let fits = filled(32 * KIB, 1);
                 let does_not = filled(64 * KIB, 2);
-                assert!(fits.iter().all(|&byte| byte == 1) && does_not.iter().all(|&byte| byte == 2));
+                assert!(
+                    fits.iter().all(|&byte| byte == 1) && does_not.iter().all(|&byte| byte == 2)
+                );
                 Ok::<_, Error>(())
             })
             .unwrap_err();
-        let numbers = (Bytes::kib(64), Bytes::kib(32), Bytes::kib(32), Bytes::kib(32));
+        let numbers = (
+            Bytes::kib(64),
+            Bytes::kib(32),
+            Bytes::kib(32),
+            Bytes::kib(32),
+        );
         match error {
-            Error::OutOfMemory { asked, held, live, free } if budget.is_none() => {
+            Error::OutOfMemory {
+                asked,
+                held,
+                live,
+                free,
+            } if budget.is_none() => {
                 assert_eq!((asked, held, live, free), numbers);
             }
-            Error::OverBudget { asked, held, live, free, .. } if budget.is_some() => {
+            Error::OverBudget {
+                asked,
+                held,
+                live,
+                free,
+                ..
+            } if budget.is_some() => {
                 assert_eq!((asked, held, live, free), numbers);
             }
             other => panic!("{other}"),
         }
-        compiler.step(|| Ok::<_, Error>(drop(filled(32 * KIB, 1)))).unwrap();
+        compiler
+            .step(|| {
+                drop(filled(32 * KIB, 1));
+                Ok::<_, Error>(())
+            })
+            .unwrap();
         assert_eq!(compiler.stats().passed_through, 1);
     }
 }
@@ -276,14 +364,22 @@ fn panics_and_early_returns_abort_the_step_and_keep_its_buffers() {
     assert_eq!(returned, Err("on purpose".into()));
     let stats = compiler.stats();
     assert_eq!((stats.aborts, stats.survivors, stats.bad_scopes), (2, 2, 0));
-    compiler.step(|| Ok::<_, Error>(drop(filled(64 * KIB, 6)))).unwrap();
+    compiler
+        .step(|| {
+            drop(filled(64 * KIB, 6));
+            Ok::<_, Error>(())
+        })
+        .unwrap();
     let kept = kept.into_inner().unwrap();
     assert!(kept[0].iter().all(|&byte| byte == 4) && kept[1].iter().all(|&byte| byte == 5));
     drop(compiler);
     assert!(!device.is_empty(), "the buffers are still readable");
     assert!(kept[1].iter().all(|&byte| byte == 5));
     drop(kept);
-    assert!(device.is_empty(), "the last buffer ended the compiler's memory");
+    assert!(
+        device.is_empty(),
+        "the last buffer ended the compiler's memory"
+    );
 }
 
 #[derive(Debug)]
@@ -304,7 +400,9 @@ fn the_compilers_own_books_never_land_in_a_step() {
             let (_device, mut inner) = compiler();
             let step = inner.begin("inner")?;
             for i in 1..4_000_u64 {
-                let memory_compiler::Allocation::Here(at) = step.alloc(Bytes(512 * i))? else { panic!() };
+                let memory_compiler::Allocation::Here(at) = step.alloc(Bytes(512 * i))? else {
+                    panic!()
+                };
                 step.free(at)?;
             }
             let _ = step.stats();
@@ -314,7 +412,11 @@ fn the_compilers_own_books_never_land_in_a_step() {
         })
         .unwrap();
     let stats = outer.stats();
-    assert_eq!((stats.peak, stats.live), (Bytes::ZERO, Bytes::ZERO), "{stats}");
+    assert_eq!(
+        (stats.peak, stats.live),
+        (Bytes::ZERO, Bytes::ZERO),
+        "{stats}"
+    );
 }
 
 #[test]
@@ -324,10 +426,64 @@ fn a_thread_that_ends_frees_its_buffers_in_its_thread_local_destructors() {
     let for_thread = Arc::clone(&device);
     thread::spawn(move || {
         let mut compiler = compiler_on(&for_thread, Options::default());
-        let buffer = compiler.step(|| Ok::<_, Error>(filled(64 * KIB, 1))).unwrap();
+        let buffer = compiler
+            .step(|| Ok::<_, Error>(filled(64 * KIB, 1)))
+            .unwrap();
         KEPT.with_borrow_mut(|kept| kept.push(buffer));
     })
     .join()
     .unwrap();
     assert!(device.is_empty());
+}
+
+/// A subscriber that lets go of a buffer at the first event that it hears.
+struct Dropping(Mutex<Option<Vec<u8>>>);
+
+impl tracing::Subscriber for Dropping {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {
+        drop(self.0.lock().unwrap().take());
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_buffer_that_is_freed_from_within_the_compilers_own_work_finds_its_owner() {
+    use memory_compiler::device::adaptor::{Failing, Repeat};
+    use memory_compiler::device::{Call, DeviceError};
+
+    // The last buffer of a compiler that is gone, held by the subscriber.
+    let (device, mut gone) = compiler();
+    let last = gone.step(|| Ok::<_, Error>(filled(64 * KIB, 1))).unwrap();
+    drop(gone);
+    assert!(!device.is_empty());
+    let subscriber = Dropping(Mutex::new(Some(last)));
+    tracing::subscriber::with_default(subscriber, || {
+        // A compiler whose device refuses to take its memory back: it says so while it goes.
+        let failing = Arc::new(Failing::new(Host::new(Bytes::kib(4)).unwrap()));
+        let mut compiler =
+            Compiler::new(Arc::clone(&failing) as Arc<dyn Device>, Options::default()).unwrap();
+        compiler
+            .step(|| {
+                drop(filled(64 * KIB, 1));
+                Ok::<_, Error>(())
+            })
+            .unwrap();
+        let refused = DeviceError::Driver {
+            call: Call::Unmap,
+            code: 1,
+        };
+        failing.fail_call_at(Call::Unmap, 0, refused, Repeat::Once);
+        drop(compiler);
+        assert_eq!(failing.failures(), 1);
+    });
+    assert!(device.is_empty(), "the buffer went back where it came from");
 }

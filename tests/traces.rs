@@ -12,7 +12,10 @@ use memory_compiler::{Address, Allocation, Bytes, Compiler, Options, Step, StepR
 
 fn load(name: &str) -> Trace {
     let path = format!("{}/tests/data/{name}.trace.gz", env!("CARGO_MANIFEST_DIR"));
-    Trace::read(BufReader::new(GzDecoder::new(std::fs::File::open(path).unwrap()))).unwrap()
+    Trace::read(BufReader::new(GzDecoder::new(
+        std::fs::File::open(path).unwrap(),
+    )))
+    .unwrap()
 }
 
 fn run(step: &Step<'_>, trace: &Trace) -> Vec<Address> {
@@ -21,7 +24,9 @@ fn run(step: &Step<'_>, trace: &Trace) -> Vec<Address> {
     for event in &trace.events {
         match event {
             Event::Alloc { buffer, size } => {
-                let Allocation::Here(address) = step.alloc(*size).unwrap() else { panic!("not served") };
+                let Allocation::Here(address) = step.alloc(*size).unwrap() else {
+                    panic!("not served")
+                };
                 live.insert(*buffer, address);
                 addresses.push(address);
             }
@@ -36,18 +41,25 @@ fn run(step: &Step<'_>, trace: &Trace) -> Vec<Address> {
 fn held_over_live_peak(name: &str, least_replayed_while_recording: f64) {
     let trace = load(name);
     let device = Arc::new(Counting::new(Host::new(Bytes::mib(2)).unwrap()));
-    let mut compiler = Compiler::new(Arc::clone(&device) as Arc<dyn Device>, Options::default()).unwrap();
+    let mut compiler =
+        Compiler::new(Arc::clone(&device) as Arc<dyn Device>, Options::default()).unwrap();
     let mut step = || -> (Vec<Address>, StepReport) {
         let step = compiler.begin("step").unwrap();
         let addresses = run(&step, &trace);
         (addresses, step.finish().unwrap())
     };
     let (recorded, first) = step();
-    assert_eq!((first.events as usize, first.breaks), (trace.events.len(), 0));
+    assert_eq!(
+        (first.events as usize, first.breaks),
+        (trace.events.len(), 0)
+    );
     let calls = device.memory_calls();
     for _ in 0..3 {
         let (replayed, report) = step();
-        assert_eq!((report.breaks, report.recorded, report.device_calls), (0, 0, 0));
+        assert_eq!(
+            (report.breaks, report.recorded, report.device_calls),
+            (0, 0, 0)
+        );
         assert_eq!(replayed, recorded);
     }
     assert_eq!(device.memory_calls(), calls);

@@ -8,6 +8,7 @@
 //!             another tape, or a new edge over placer and arena                  (record.rs)
 //!
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
+//!   a limit to what is remembered                                               (forget.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -18,6 +19,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod forget;
 mod record;
 mod shared;
 mod steps;
@@ -35,6 +37,7 @@ use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
 use crate::graph::{Graph, Kind};
 use crate::mix::MixBuild;
+use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::scopes::{Position, Scopes};
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -78,6 +81,7 @@ pub(crate) struct Totals {
     pub replayed: u64,
     pub breaks: u64,
     pub obstructed: u64,
+    pub forgotten: u64,
     pub passed_through: u64,
     pub bad_frees: u64,
     pub bad_scopes: u64,
@@ -120,9 +124,10 @@ pub(crate) struct Engine {
     /// Grows when an entry of a tape may have become unsafe to follow.
     epoch: u64,
     seen_trims: u64,
-    /// First edge of the break that is going on.
-    break_from: Option<u32>,
+    /// The run of recorded allocations that is going on.
+    recording: Option<Recording>,
     strict: bool,
+    edge_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -135,11 +140,21 @@ pub(crate) struct Engine {
     totals: Totals,
 }
 
+/// A run of recorded allocations; it ends at the first one that an older edge answers.
+#[derive(Clone, Copy, Debug)]
+struct Recording {
+    first_edge: u32,
+    /// Whether it is a graph break: not in a step that records for the first time, or again after
+    /// survivors were learnt, and not where a survivor of an earlier step is in the way.
+    is_break: bool,
+}
+
 /// A step that is going on.
 #[derive(Debug)]
 struct Active {
     name: u32,
-    /// Whether a step of this name has finished before: breaks count, and strict applies.
+    /// Whether a step of this name has finished and no survivor of it was learnt since: breaks count,
+    /// and strict applies.
     graded: bool,
     began: Instant,
     calls_before: u64,
@@ -147,7 +162,12 @@ struct Active {
 }
 
 impl Engine {
-    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool, host_threshold: Bytes) -> Self {
+    pub fn new(
+        shared: Arc<Shared>,
+        arena: Arena,
+        options: &Options,
+        host_threshold: Bytes,
+    ) -> Self {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
@@ -174,8 +194,9 @@ impl Engine {
             survivors: HashSet::default(),
             epoch: 1,
             seen_trims: 0,
-            break_from: None,
-            strict,
+            recording: None,
+            strict: options.strict,
+            edge_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
@@ -232,14 +253,19 @@ impl Engine {
     #[inline]
     fn apply_free(&mut self, address: Address) -> Result<(), Error> {
         let offset = address.0.wrapping_sub(self.shared.base.0);
-        let live = if offset % ALIGNMENT.0 == 0 && offset < self.shared.size.0 {
-            self.table.find((offset / ALIGNMENT.0) as u32).and_then(|slot| Some((slot, self.table.get(slot)?)))
+        let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
+            self.table
+                .find((offset / ALIGNMENT.0) as u32)
+                .and_then(|slot| Some((slot, self.table.get(slot)?)))
         } else {
             None
         };
         let Some((slot, number)) = live else {
             self.totals.bad_frees += 1;
-            return Err(Error::BadFree { address, reason: BadFree::NotLive });
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::NotLive,
+            });
         };
         self.table.set(slot, None);
         self.step.events += 1;
@@ -315,8 +341,16 @@ impl Engine {
         let placements = &self.graph.placements;
         let placer = std::cell::RefCell::new(&mut self.arena.placer);
         self.table.sync(
-            |number| placer.borrow_mut().vacate(placements[number as usize].place),
-            |number| placer.borrow_mut().occupy(placements[number as usize].place),
+            |number| {
+                placer
+                    .borrow_mut()
+                    .vacate(placements[number as usize].place)
+            },
+            |number| {
+                placer
+                    .borrow_mut()
+                    .occupy(placements[number as usize].place)
+            },
         );
     }
 
@@ -325,11 +359,23 @@ impl Engine {
         let asked = Bytes(u64::from(len) * ALIGNMENT.0);
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
-            Refusal::OverBudget { budget } => {
-                Error::OverBudget { asked, held, live, free: budget.saturating_sub(held), budget }
-            }
-            Refusal::OutOfMemory { free } => Error::OutOfMemory { asked, held, live, free },
-            Refusal::AddressSpace => Error::AddressSpace { asked, reserved: self.arena.reserved() },
+            Refusal::OverBudget { budget } => Error::OverBudget {
+                asked,
+                held,
+                live,
+                free: budget.saturating_sub(held),
+                budget,
+            },
+            Refusal::OutOfMemory { free } => Error::OutOfMemory {
+                asked,
+                held,
+                live,
+                free,
+            },
+            Refusal::AddressSpace => Error::AddressSpace {
+                asked,
+                reserved: self.arena.reserved(),
+            },
             Refusal::Device { call, source } => Error::Device { call, source },
         }
     }
@@ -344,11 +390,16 @@ impl Engine {
             Some(number) => number,
             None => {
                 let slot = self.table.slot(place.start);
-                let kind = if space == Space::Step { Kind::Own } else { Kind::Survivor };
+                let kind = if space == Space::Step {
+                    Kind::Own
+                } else {
+                    Kind::Survivor
+                };
                 self.graph.add_placement(place, slot, kind)
             }
         };
-        self.table.set_known(self.graph.placements[number as usize].slot, number);
+        self.table
+            .set_known(self.graph.placements[number as usize].slot, number);
         Ok(number)
     }
 

@@ -1,6 +1,6 @@
 //! The slow path of an allocation: everything but the next tape entry.
 
-use super::{Allocation, Engine, OnError};
+use super::{Allocation, Engine, OnError, Recording};
 use crate::error::{Error, Expected};
 use crate::graph::Kind;
 use crate::graph::tape::{Entry, SURVIVOR};
@@ -11,7 +11,11 @@ use crate::units::{ALIGNMENT, Bytes};
 impl Engine {
     /// Serves an allocation that the tape does not answer.
     #[cold]
-    pub(super) fn alloc_slow(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
+    pub(super) fn alloc_slow(
+        &mut self,
+        size: Bytes,
+        on_error: OnError,
+    ) -> Result<Allocation, Error> {
         if self.paused > 0 {
             self.totals.passed_through += 1;
             return Ok(Allocation::Elsewhere);
@@ -22,7 +26,10 @@ impl Engine {
         // More units than 32 bits count are more than any range has.
         let result = match Units::try_from(size.0.div_ceil(ALIGNMENT.0)) {
             Ok(len) => self.serve(len, on_error),
-            Err(_) => Err(Error::AddressSpace { asked: size, reserved: self.arena.reserved() }),
+            Err(_) => Err(Error::AddressSpace {
+                asked: size,
+                reserved: self.arena.reserved(),
+            }),
         };
         match result {
             Err(error) if on_error == OnError::Postpone => {
@@ -52,7 +59,11 @@ impl Engine {
             }
             obstructed = Some(edge);
         }
-        if self.active.as_ref().is_some_and(|active| active.graded) && (self.strict || self.scopes.is_strict()) {
+        let is_break = obstructed.is_none()
+            && self
+                .recording
+                .map_or(self.is_graded(), |recording| recording.is_break);
+        if is_break && (self.strict || self.scopes.is_strict()) {
             let error = Error::Strict {
                 scope: self.scopes.path(),
                 event: self.step.events,
@@ -69,6 +80,10 @@ impl Engine {
         self.record(len, position, obstructed)
     }
 
+    fn is_graded(&self) -> bool {
+        self.active.as_ref().is_some_and(|active| active.graded)
+    }
+
     /// What is recorded at this place, for the error of a strict break.
     fn expected(&self) -> Expected {
         let size = |len: Units| Expected::Size(Bytes(u64::from(len) * ALIGNMENT.0));
@@ -79,7 +94,9 @@ impl Engine {
             {
                 size(entry.len)
             }
-            None if self.tapes.cursor == self.tapes.tape.len() && self.tapes.cursor > 0 => Expected::End,
+            None if self.tapes.cursor == self.tapes.tape.len() && self.tapes.cursor > 0 => {
+                Expected::End
+            }
             _ => self.graph.size(self.hash).map_or(Expected::Nothing, size),
         }
     }
@@ -150,15 +167,21 @@ impl Engine {
 
     /// Serves from a recorded edge, and goes on with the tape that it was last seen on.
     fn take_edge(&mut self, edge: u32, position: Position) -> Allocation {
-        if self.break_from.is_some_and(|first| edge < first) {
-            self.break_from = None;
+        if self
+            .recording
+            .is_some_and(|recording| edge < recording.first_edge)
+        {
+            self.recording = None;
         }
         let number = self.graph.edges[edge as usize].placement;
         let slot = self.graph.placements[number as usize].slot;
         self.table.set(slot, Some(number));
         let address = self.begin_own(number, edge, position);
         let (branch, index) = self.graph.edges[edge as usize].hint;
-        if self.tapes.entry(branch, index).is_some_and(|entry| entry.edge == edge)
+        if self
+            .tapes
+            .entry(branch, index)
+            .is_some_and(|entry| entry.edge == edge)
             && self.tapes.branches[branch as usize].epoch == self.epoch
         {
             self.tapes.follow(branch, index as usize + 1);
@@ -166,21 +189,33 @@ impl Engine {
         Allocation::Here(address)
     }
 
-    fn record(&mut self, len: Units, position: Position, obstructed: Option<u32>) -> Result<Allocation, Error> {
+    fn record(
+        &mut self,
+        len: Units,
+        position: Position,
+        obstructed: Option<u32>,
+    ) -> Result<Allocation, Error> {
         let number = self.place(len, Space::Step)?;
         if let Some(edge) = obstructed {
-            let old = self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
+            let old =
+                self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
             self.graph.kill_edge(edge);
             self.arena.placer.unmention(old);
             self.totals.obstructed += 1;
             // Tapes may hold the dead edge.
             self.epoch += 1;
         }
-        self.arena.placer.mention(self.graph.placements[number as usize].place);
+        self.arena
+            .placer
+            .mention(self.graph.placements[number as usize].place);
         let edge = self.graph.add_edge(self.hash, number);
-        if self.break_from.is_none() {
-            self.break_from = Some(edge);
-            if self.active.as_ref().is_some_and(|active| active.graded) {
+        if self.recording.is_none() {
+            let is_break = self.is_graded() && obstructed.is_none();
+            self.recording = Some(Recording {
+                first_edge: edge,
+                is_break,
+            });
+            if is_break {
                 self.step.breaks += 1;
                 self.totals.breaks += 1;
                 self.scopes.add_break();

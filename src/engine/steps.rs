@@ -26,14 +26,17 @@ impl Engine {
         }
         (self.young_count, self.young_len) = (0, 0);
         self.settle_survivors();
+        self.forget_oldest();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
         self.step = Counts::default();
         self.totals.steps += 1;
-        self.break_from = None;
+        self.recording = None;
         self.check_tapes(name);
         let branch = self.tapes.last_of(name);
-        self.tapes.begin(branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch));
+        self.tapes.begin(
+            branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch),
+        );
         self.recent_peak = self.live;
         self.scopes.enter_root(name, self.live);
         self.active = Some(Active {
@@ -56,7 +59,9 @@ impl Engine {
         let live: Vec<_> = self
             .tapes
             .run()
-            .filter(|entry| entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement))
+            .filter(|entry| {
+                entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement)
+            })
             .map(|entry| (entry.placement, (entry.counter, entry.nth)))
             .collect();
         let mut found = false;
@@ -73,15 +78,26 @@ impl Engine {
             self.outside_count += 1;
             self.obstacles += 1;
             if !self.last_aborted && self.survivors.insert(position) {
-                self.scopes.add_survivor(position);
+                // The next run of that name goes another way, and records it.
+                let name = self.scopes.add_survivor(position);
+                self.finished.remove(&name);
                 found = true;
             }
         }
-        debug_assert_eq!((self.hash, self.own_count), (0, 0), "every live buffer was made in the last step");
+        debug_assert_eq!(
+            (self.hash, self.own_count),
+            (0, 0),
+            "every live buffer was made in the last step"
+        );
         self.epoch += 1;
         self.fold_peak();
         if found {
-            for entry in self.tapes.branches.iter_mut().flat_map(|branch| &mut branch.tape) {
+            for entry in self
+                .tapes
+                .branches
+                .iter_mut()
+                .flat_map(|branch| &mut branch.tape)
+            {
                 if self.survivors.contains(&(entry.counter, entry.nth)) {
                     entry.edge = SURVIVOR;
                 }
@@ -154,6 +170,7 @@ impl Engine {
             }
         }
         branch.last_run = self.serial;
+        branch.events = self.step.events;
         branch.runs += 1;
         branch.replays += u64::from(replayed);
         branch.breaks += self.step.breaks;
@@ -168,7 +185,9 @@ impl Engine {
     /// Ends the active step without learning from it. Live buffers stay valid.
     pub fn abort(&mut self) {
         self.drain();
-        let Some(active) = self.active.take() else { return };
+        let Some(active) = self.active.take() else {
+            return;
+        };
         self.resume_all();
         self.fold_peak();
         self.close_scopes();
@@ -200,7 +219,9 @@ impl Engine {
     }
 
     fn calls_in_step(&self) -> u64 {
-        self.active.as_ref().map_or(self.step.calls, |active| self.arena.calls() - active.calls_before)
+        self.active.as_ref().map_or(self.step.calls, |active| {
+            self.arena.calls() - active.calls_before
+        })
     }
 
     /// Whether a step is active.
@@ -269,7 +290,10 @@ impl Engine {
             .iter()
             .map(|number| {
                 let place = self.graph.placements[number as usize].place;
-                (self.shared.address(place.start), Bytes(u64::from(place.len) * ALIGNMENT.0))
+                (
+                    self.shared.address(place.start),
+                    Bytes(u64::from(place.len) * ALIGNMENT.0),
+                )
             })
             .collect();
         live.sort_unstable();
@@ -279,7 +303,10 @@ impl Engine {
     /// The frame under every virtual page.
     pub fn frames(&self) -> Vec<(u32, u32)> {
         let placer = &self.arena.placer;
-        let pages = placer.page_ranges().into_iter().flat_map(|(first, count)| first..first + count);
+        let pages = placer
+            .page_ranges()
+            .into_iter()
+            .flat_map(|(first, count)| first..first + count);
         pages
             .map(|page| (page, placer.frame_of(page)))
             .filter(|&(_, frame)| frame != crate::placer::NO_FRAME)
@@ -299,22 +326,36 @@ impl Engine {
             live: bytes(self.live),
             peak: bytes(self.peak),
             held: self.arena.held(),
-            floor: Bytes(bytes(self.own_peak + self.outside_peak).0.next_multiple_of(granule.0)),
+            floor: Bytes(
+                bytes(self.own_peak + self.outside_peak)
+                    .0
+                    .next_multiple_of(granule.0),
+            ),
             virtual_bytes: Bytes(u64::from(self.arena.placer.page_count()) * granule.0),
             granule,
             states: self.graph.state_count(),
             edges: self.graph.edge_count(),
+            edges_forgotten: self.totals.forgotten,
             steps: self.totals.steps,
             breaks_step: report.breaks,
             breaks_total: self.totals.breaks,
             recorded_step: report.recorded,
             recorded_total: self.totals.recorded,
             replayed_step: report.replayed,
-            replayed_total: self.totals.replayed + if self.is_active() { report.replayed } else { 0 },
+            replayed_total: self.totals.replayed
+                + if self.is_active() { report.replayed } else { 0 },
             device_calls_step: report.device_calls,
             device_calls_total: self.arena.calls(),
-            survivors: if self.is_active() { self.outside_count - self.young_count } else { self.live_count() },
-            survivor_bytes: bytes(if self.is_active() { self.outside - self.young_len } else { self.live }),
+            survivors: if self.is_active() {
+                self.outside_count - self.young_count
+            } else {
+                self.live_count()
+            },
+            survivor_bytes: bytes(if self.is_active() {
+                self.outside - self.young_len
+            } else {
+                self.live
+            }),
             survivor_positions: self.survivors.len() as u64,
             obstructed: self.totals.obstructed,
             passed_through: self.totals.passed_through,
@@ -326,6 +367,7 @@ impl Engine {
                 .map(|(at, branch)| BranchStats {
                     name: self.scopes.name(branch.name).to_owned(),
                     allocs: self.tapes.len_of(at) as u64,
+                    events: branch.events,
                     runs: branch.runs,
                     replays: branch.replays,
                     breaks: branch.breaks,

@@ -92,7 +92,13 @@ impl LiveTable {
         let (half, number, unit) = self.index(start);
         let pages = &mut self.pages[half];
         if number >= pages.len() {
-            pages.resize(number + 1, PageSlots { first: NONE, inner: NONE });
+            pages.resize(
+                number + 1,
+                PageSlots {
+                    first: NONE,
+                    inner: NONE,
+                },
+            );
         }
         let page = &mut pages[number];
         if unit == 0 {
@@ -101,7 +107,10 @@ impl LiveTable {
             if page.inner == NONE {
                 page.inner = self.inner.len() as u32;
                 let numbers = vec![0; 1 << self.shift].into_boxed_slice();
-                self.inner.push(InnerSlots { numbers, slots: Vec::new() });
+                self.inner.push(InnerSlots {
+                    numbers,
+                    slots: Vec::new(),
+                });
             }
             let inner = &mut self.inner[page.inner as usize];
             inner.slots.push(slot);
@@ -134,7 +143,10 @@ impl LiveTable {
     /// Tells the placer what changed: every end first, then every beginning.
     pub fn sync(&mut self, mut end: impl FnMut(u32), mut begin: impl FnMut(u32)) {
         for &slot in &self.dirty {
-            let (now, known) = (self.slots[slot as usize] & !DIRTY, self.known[slot as usize]);
+            let (now, known) = (
+                self.slots[slot as usize] & !DIRTY,
+                self.known[slot as usize],
+            );
             if now != known && known != 0 {
                 end(known - 1);
             }
@@ -156,9 +168,21 @@ impl LiveTable {
         self.known[slot as usize] = placement + 1;
     }
 
+    /// Gives placements new numbers. The placer is up to date, so both columns name the same ones.
+    pub fn renumber(&mut self, new: impl Fn(u32) -> u32) {
+        debug_assert!(self.dirty.is_empty());
+        for entry in self.slots.iter_mut().chain(&mut self.known) {
+            if let Some(number) = entry.checked_sub(1) {
+                *entry = new(number) + 1;
+            }
+        }
+    }
+
     /// Placements that are live.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.slots.iter().filter_map(|&entry| (entry & !DIRTY).checked_sub(1))
+        self.slots
+            .iter()
+            .filter_map(|&entry| (entry & !DIRTY).checked_sub(1))
     }
 }
 
@@ -172,7 +196,10 @@ mod tests {
         let page = table.slot(16);
         let small = table.slot(19);
         let upper = table.slot(800);
-        assert_eq!([table.find(16), table.find(19), table.find(800)], [Some(page), Some(small), Some(upper)]);
+        assert_eq!(
+            [table.find(16), table.find(19), table.find(800)],
+            [Some(page), Some(small), Some(upper)]
+        );
         assert_eq!(table.slot(16), page);
         assert_eq!((table.find(17), table.find(8)), (None, None));
     }

@@ -88,11 +88,15 @@ impl Graph {
 
     /// A size that is recorded for a state, the latest.
     pub fn size(&self, state: u128) -> Option<Units> {
-        self.states.get(&(state as u64)).map(|&edge| self.len_of(edge))
+        self.states
+            .get(&(state as u64))
+            .map(|&edge| self.len_of(edge))
     }
 
     fn len_of(&self, edge: u32) -> Units {
-        self.placements[self.edges[edge as usize].placement as usize].place.len
+        self.placements[self.edges[edge as usize].placement as usize]
+            .place
+            .len
     }
 
     /// The number of a placement that was made before.
@@ -102,7 +106,12 @@ impl Graph {
 
     pub fn add_placement(&mut self, place: Place, slot: u32, kind: Kind) -> u32 {
         let number = u32::try_from(self.placements.len()).expect("placements are numbered by u32");
-        self.placements.push(Placement { mix: mix::mix(place.start, place.len), place, slot, kind });
+        self.placements.push(Placement {
+            mix: mix::mix(place.start, place.len),
+            place,
+            slot,
+            kind,
+        });
         self.by_place.insert(place, number);
         number
     }
@@ -110,11 +119,30 @@ impl Graph {
     /// Adds an edge; a former one for this size is dead.
     pub fn add_edge(&mut self, state: u128, placement: u32) -> u32 {
         let number = u32::try_from(self.edges.len()).expect("edges are numbered by u32");
-        self.edges.push(Edge { placement, hint: (NONE, 0), dead: false });
+        self.edges.push(Edge {
+            placement,
+            hint: (NONE, 0),
+            dead: false,
+        });
         self.states.insert(state as u64, number);
         if let Some(dead) = self.answers.insert(key(state, self.len_of(number)), number) {
             debug_assert!(self.edges[dead as usize].dead);
         }
+        number
+    }
+
+    /// Adds an edge as it was in another graph.
+    pub fn keep_edge(&mut self, state: u128, placement: u32, hint: (u32, u32)) -> u32 {
+        let number = self.add_edge(state, placement);
+        self.edges[number as usize].hint = hint;
+        number
+    }
+
+    /// Adds a placement as it was in another graph.
+    pub fn keep_placement(&mut self, placement: Placement) -> u32 {
+        let number = self.placements.len() as u32;
+        self.placements.push(placement);
+        self.by_place.insert(placement.place, number);
         number
     }
 

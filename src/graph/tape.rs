@@ -54,6 +54,7 @@ pub(crate) struct Branch {
     /// Value of the engine's epoch at which every entry was found safe to follow.
     pub epoch: u64,
     pub last_run: u64,
+    pub events: u64,
     pub runs: u64,
     pub replays: u64,
     pub breaks: u64,
@@ -108,10 +109,16 @@ impl Tapes {
 
     /// Leaves the tape that is followed.
     pub fn leave(&mut self) {
-        let Some(branch) = self.branch.take() else { return };
+        let Some(branch) = self.branch.take() else {
+            return;
+        };
         self.branches[branch as usize].tape = std::mem::take(&mut self.tape);
         if self.cursor > self.from {
-            self.pieces.push(Piece::Tape { branch, from: self.from as u32, to: self.cursor as u32 });
+            self.pieces.push(Piece::Tape {
+                branch,
+                from: self.from as u32,
+                to: self.cursor as u32,
+            });
         }
         self.cursor = usize::MAX;
     }
@@ -122,7 +129,10 @@ impl Tapes {
         self.own.push(entry);
         match self.pieces.last_mut() {
             Some(Piece::Own { to, .. }) => *to += 1,
-            _ => self.pieces.push(Piece::Own { from: at, to: at + 1 }),
+            _ => self.pieces.push(Piece::Own {
+                from: at,
+                to: at + 1,
+            }),
         }
     }
 
@@ -134,7 +144,11 @@ impl Tapes {
 
     /// Entries on the tape of a branch.
     pub fn len_of(&self, branch: usize) -> usize {
-        if self.branch == Some(branch as u32) { self.tape.len() } else { self.branches[branch].tape.len() }
+        if self.branch == Some(branch as u32) {
+            self.tape.len()
+        } else {
+            self.branches[branch].tape.len()
+        }
     }
 
     /// The entries of the run so far (or of the last one), in order. No tape may be followed.
@@ -152,7 +166,14 @@ impl Tapes {
     /// whether the run came from that branch's tape alone.
     pub fn end(&mut self, name: u32, now: u64) -> (u32, bool) {
         self.leave();
-        if let [Piece::Tape { branch, from: 0, to }] = self.pieces[..] {
+        if let [
+            Piece::Tape {
+                branch,
+                from: 0,
+                to,
+            },
+        ] = self.pieces[..]
+        {
             let replayed = &self.branches[branch as usize];
             if to as usize == replayed.tape.len() && replayed.name == name {
                 return (branch, true);
@@ -169,26 +190,40 @@ impl Tapes {
         };
         self.own = Vec::new();
         let key = tape.iter().fold(tape.len() as u64, |key, entry| {
-            u64::from(mix::chain(key as u32, entry.len)) | (key.rotate_left(7) ^ u64::from(entry.len)) << 32
+            u64::from(mix::chain(key as u32, entry.len))
+                | (key.rotate_left(7) ^ u64::from(entry.len)) << 32
         });
-        let found = self.branches.iter().position(|branch| branch.name == name && branch.key == key);
+        let found = self
+            .branches
+            .iter()
+            .position(|branch| branch.name == name && branch.key == key);
         let branch = found.unwrap_or_else(|| self.new_branch(name, key));
         self.branches[branch].tape = tape;
         let len = self.branches[branch].tape.len() as u32;
         self.pieces.clear();
         let branch = branch as u32;
-        self.pieces.push(Piece::Tape { branch, from: 0, to: len });
+        self.pieces.push(Piece::Tape {
+            branch,
+            from: 0,
+            to: len,
+        });
         self.branches[branch as usize].last_run = now;
         (branch, false)
     }
 
     fn new_branch(&mut self, name: u32, key: u64) -> usize {
-        let new = Branch { name, key, ..Branch::default() };
+        let new = Branch {
+            name,
+            key,
+            ..Branch::default()
+        };
         if self.branches.len() < BRANCH_LIMIT {
             self.branches.push(new);
             return self.branches.len() - 1;
         }
-        let oldest = (0..BRANCH_LIMIT).min_by_key(|&at| self.branches[at].last_run).expect("not empty");
+        let oldest = (0..BRANCH_LIMIT)
+            .min_by_key(|&at| self.branches[at].last_run)
+            .expect("not empty");
         self.branches[oldest] = new;
         oldest
     }
@@ -196,6 +231,8 @@ impl Tapes {
     /// The branch of a name that ran last.
     pub fn last_of(&self, name: u32) -> Option<u32> {
         let of_name = (0..self.branches.len()).filter(|&at| self.branches[at].name == name);
-        of_name.max_by_key(|&at| self.branches[at].last_run).map(|at| at as u32)
+        of_name
+            .max_by_key(|&at| self.branches[at].last_run)
+            .map(|at| at as u32)
     }
 }

@@ -80,7 +80,6 @@ fn take_back(pointer: *mut u8) -> bool {
     let address = address(pointer);
     // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
     current::may_own(address)
-        && !current::is_busy()
         && match current::free_here(address) {
             Some(_) => true,
             None => current::free_elsewhere(address, None).is_ok(),
@@ -154,6 +153,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for ScopedAllocator<A> {
 #[must_use]
 pub fn is_installed() -> bool {
     let probe = Probe::begin();
-    drop(std::hint::black_box(Vec::<u8>::with_capacity(SMALLEST_THRESHOLD.0 as usize)));
+    drop(std::hint::black_box(Vec::<u8>::with_capacity(
+        SMALLEST_THRESHOLD.0 as usize,
+    )));
     probe.was_seen()
 }

@@ -28,7 +28,7 @@
 
 use std::sync::Arc;
 
-use candle_core::{Device, Result};
+use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::Host;
 use memory_compiler::{Bytes, Compiler, Error, Snapshot, Stats, hook};
 
@@ -84,13 +84,20 @@ pub fn compiler(device: &Device) -> Result<Memory> {
 /// work, `Device` when the system refuses. A device other than the CPU is refused in words.
 pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
     if !device.is_cpu() {
-        candle_core::bail!("memory-compiler-candle serves Device::Cpu, not {:?}", device.location());
+        candle_core::bail!(
+            "memory-compiler-candle serves Device::Cpu, not {:?}",
+            device.location()
+        );
     }
     if !hook::host::is_installed() {
         return Err(wrap(Error::HookMissing));
     }
+    warm_up(device)?;
     let host = Host::new(options.granule).map_err(|source| {
-        wrap(Error::Option { option: "granule", reason: format!("{}: {source}", options.granule) })
+        wrap(Error::Option {
+            option: "granule",
+            reason: format!("{}: {source}", options.granule),
+        })
     })?;
     let core = memory_compiler::Options {
         strict: options.strict,
@@ -98,7 +105,17 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
         threshold: options.threshold,
         address_space: options.address_space,
     };
-    Ok(Memory { compiler: Compiler::new(Arc::new(host), core).map_err(wrap)? })
+    Ok(Memory {
+        compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
+    })
+}
+
+/// Makes Candle's matrix product allocate the workspace that it keeps on each thread (1 MiB, the
+/// size of a cache) now: made inside the first step, it would lie there for good.
+fn warm_up(device: &Device) -> Result<()> {
+    let square = Tensor::ones((64, 64), DType::F32, device)?;
+    square.matmul(&square)?;
+    Ok(())
 }
 
 fn wrap(error: Error) -> candle_core::Error {
@@ -131,7 +148,9 @@ impl Memory {
     /// # Errors
     /// As [`step`](Self::step).
     pub fn step_named<T>(&mut self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
-        let result = self.compiler.step_named(name, || f().map_err(StepError::Candle));
+        let result = self
+            .compiler
+            .step_named(name, || f().map_err(StepError::Candle));
         result.map_err(|error| match error {
             StepError::Compiler(error) => wrap(error),
             StepError::Candle(error) => error,

@@ -1,0 +1,274 @@
+//! Draws handwritten digits with a small diffusion model whose every forward pass is a recorded and
+//! replayed step of the memory compiler.
+//!
+//! Whatever is wrong with what it is given, it says so in one line and exits with 2.
+
+use candle_core::{DType, Tensor};
+use clap::{Parser, error::ErrorKind};
+use indicatif::{ProgressBar, ProgressStyle};
+use memory_compiler::{Bytes, hook::host::ScopedAllocator};
+use memory_compiler_candle::Options;
+use memory_compiler_models::{
+    Denoiser, Error, ModelKind, Result,
+    compiled::Compiled,
+    run::{GuidanceMode, Job, Plain, Stepper, sample},
+    sampler::Method,
+    sheet,
+    weights::{Source, load},
+};
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+#[global_allocator]
+static MEMORY: ScopedAllocator = ScopedAllocator::new();
+
+/// Draws handwritten digits with a small diffusion model and writes them as one sheet.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Arguments {
+    /// The network.
+    #[arg(long, value_enum, default_value = "unet")]
+    model: ModelKind,
+    /// The way from noise to an image.
+    #[arg(long, value_enum, default_value = "dpmpp-2m")]
+    sampler: Method,
+    /// Steps of the sampler.
+    #[arg(long, default_value_t = 12)]
+    steps: usize,
+    /// Guidance: how far to go past the prediction without a digit; 1 draws without guidance.
+    #[arg(long, value_name = "SCALE", default_value_t = 2.0)]
+    cfg: f64,
+    /// Guidance as two calls in turn or as one with twice the batch.
+    #[arg(long, value_enum, default_value = "flip-flop")]
+    cfg_mode: GuidanceMode,
+    /// The share of the steps, from the first on, that flip-flop guides.
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.66)]
+    cfg_until: f64,
+    /// A digit, or all of them.
+    #[arg(long, value_name = "0-9|all", default_value = "all", value_parser = parse_class)]
+    class: Class,
+    /// Images of each digit.
+    #[arg(long, default_value_t = 2)]
+    samples: usize,
+    /// Where the noise comes from.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Other weights than the ones that are part of the program.
+    #[arg(long, value_name = "FILE")]
+    weights: Option<PathBuf>,
+    /// The sheet, a PNG: a column for each digit, a row for each sample.
+    #[arg(long, value_name = "FILE", default_value = "sheet.png")]
+    out: PathBuf,
+    #[command(flatten)]
+    memory: Memory,
+}
+
+/// What the memory compiler is told.
+#[derive(Debug, clap::Args)]
+struct Memory {
+    /// Fail when a call leaves the recorded paths after its first run.
+    #[arg(long)]
+    strict: bool,
+    /// Run on plain memory.
+    #[arg(long, conflicts_with_all = ["strict", "compare", "threshold", "granule", "budget"])]
+    no_compile: bool,
+    /// Run on plain memory too, and say whether every pixel is the same.
+    #[arg(long)]
+    compare: bool,
+    /// Serve buffers of at least this size (16KiB).
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    threshold: Option<u64>,
+    /// The size of a page (64KiB).
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    granule: Option<u64>,
+    /// Hold at most this much; the run fails when a step needs more.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    budget: Option<u64>,
+}
+
+impl Memory {
+    fn options(&self) -> Options {
+        let defaults = Options::default();
+        Options {
+            strict: self.strict,
+            budget: self.budget.map(Bytes),
+            granule: self.granule.map_or(defaults.granule, Bytes),
+            threshold: self.threshold.map_or(defaults.threshold, Bytes),
+            ..defaults
+        }
+    }
+}
+
+/// Which digits to draw.
+#[derive(Clone, Copy, Debug)]
+enum Class {
+    All,
+    One(u32),
+}
+
+impl Class {
+    fn list(self) -> Vec<u32> {
+        match self {
+            Self::All => (0..10).collect(),
+            Self::One(digit) => vec![digit],
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(help) if is_help(help.kind()) => help.exit(),
+        Err(error) => return fail(&one_line(&error.to_string())),
+    };
+    match draw(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&format!("error: {error}")),
+    }
+}
+
+fn draw(arguments: &Arguments) -> Result<()> {
+    let classes = arguments.class.list();
+    let columns = classes.len();
+    let job = Job {
+        method: arguments.sampler,
+        steps: arguments.steps,
+        guidance: arguments.cfg,
+        mode: arguments.cfg_mode,
+        guided_share: arguments.cfg_until,
+        classes,
+        samples: arguments.samples,
+        seed: arguments.seed,
+    };
+    job.check()?;
+    let source = match &arguments.weights {
+        Some(path) => Source::File(path),
+        None => Source::Embedded,
+    };
+    let model = load(arguments.model, source)?;
+    sheet::check_writable(&arguments.out)?;
+
+    let mut compiled = match arguments.memory.no_compile {
+        true => None,
+        false => Some(Compiled::new(&arguments.memory.options())?),
+    };
+    let (images, time) = match &mut compiled {
+        Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
+        None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
+    };
+    let plain = match arguments.memory.compare {
+        true => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
+        false => None,
+    };
+    sheet::write(&images, columns, &arguments.out)?;
+    println!(
+        "{} images in {:.2} s: {}",
+        images.dim(0)?,
+        time.as_secs_f64(),
+        arguments.out.display()
+    );
+    if let Some(compiled) = &mut compiled {
+        println!("{}", compiled.stats());
+    }
+    match plain {
+        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
+        None => Ok(()),
+    }
+}
+
+/// Draws the images with a progress bar.
+fn run(
+    model: &dyn Denoiser,
+    job: &Job,
+    stepper: &mut impl Stepper,
+    title: &'static str,
+) -> Result<(Tensor, Duration)> {
+    let bar = ProgressBar::new(job.steps as u64).with_message(title);
+    if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
+    {
+        bar.set_style(style);
+    }
+    let started = Instant::now();
+    let images = sample(model, job, stepper, || bar.inc(1));
+    let time = started.elapsed();
+    bar.finish_and_clear();
+    Ok((images?, time))
+}
+
+/// Says whether both runs drew the same, bit for bit; an error when they did not.
+fn compare(
+    compiled: &Tensor,
+    compiled_time: Duration,
+    plain: &Tensor,
+    plain_time: Duration,
+) -> Result<()> {
+    let bits = |images: &Tensor| -> candle_core::Result<Vec<u32>> {
+        let values = images
+            .to_dtype(DType::F32)?
+            .flatten_all()?
+            .to_vec1::<f32>()?;
+        Ok(values.into_iter().map(f32::to_bits).collect())
+    };
+    let (compiled, plain) = (bits(compiled)?, bits(plain)?);
+    let different = compiled.iter().zip(&plain).filter(|(a, b)| a != b).count();
+    println!(
+        "compiled {:.2} s, plain {:.2} s, ratio {:.3}",
+        compiled_time.as_secs_f64(),
+        plain_time.as_secs_f64(),
+        compiled_time.as_secs_f64() / plain_time.as_secs_f64()
+    );
+    if different > 0 || compiled.len() != plain.len() {
+        return Err(Error::Setting(format!(
+            "images differ in {different} of {} pixels",
+            plain.len()
+        )));
+    }
+    println!("images are bit-identical ({} pixels)", plain.len());
+    Ok(())
+}
+
+fn fail(message: &str) -> ExitCode {
+    eprintln!("{message}");
+    ExitCode::from(2)
+}
+
+fn is_help(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
+}
+
+/// The first paragraph of a message, as one line.
+fn one_line(message: &str) -> String {
+    let lines: Vec<&str> = message
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.is_empty())
+        .collect();
+    lines.join(" ")
+}
+
+fn parse_class(text: &str) -> std::result::Result<Class, String> {
+    match text.parse() {
+        _ if text == "all" => Ok(Class::All),
+        Ok(digit @ 0..=9) => Ok(Class::One(digit)),
+        _ => Err("a class is 0 to 9 or all".into()),
+    }
+}
+
+/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
+fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let unit = match text[digits.len()..].trim() {
+        "" | "B" => 1,
+        "K" | "KiB" => 1 << 10,
+        "M" | "MiB" => 1 << 20,
+        "G" | "GiB" => 1 << 30,
+        _ => 0u64,
+    };
+    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
+    }
+}

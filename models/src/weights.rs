@@ -1,0 +1,111 @@
+//! Loading and saving parameters.
+//!
+//! The trained weights of both models are part of the program, as half-precision safetensors with
+//! a header that tells how they were made. Everything is computed in `f32`.
+
+use crate::{Denoiser, Error, ModelKind, Result, error::first_line};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use std::{collections::HashMap, path::Path};
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// The ones that are part of the program.
+    Embedded,
+    /// A safetensors file.
+    File(&'a Path),
+    /// The bytes of such a file.
+    Bytes(&'a [u8]),
+}
+
+impl std::fmt::Display for Source<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Embedded => f.write_str("(embedded)"),
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Bytes(bytes) => write!(f, "({} bytes)", bytes.len()),
+        }
+    }
+}
+
+/// The trained weights of a model, as the bytes of a safetensors file.
+pub fn embedded(kind: ModelKind) -> &'static [u8] {
+    match kind {
+        ModelKind::Unet => include_bytes!("../weights/unet.safetensors"),
+        ModelKind::Dit => include_bytes!("../weights/dit.safetensors"),
+    }
+}
+
+/// Builds a model over weights on the CPU.
+pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
+    let vb = VarBuilder::from_tensors(read(kind, source)?, DType::F32, &Device::Cpu);
+    kind.build(vb)
+        .map_err(|error| unfit(kind, source, first_line(&error)))
+}
+
+/// Reads the tensors of a safetensors file, all of them finite.
+pub fn read(kind: ModelKind, source: Source) -> Result<HashMap<String, Tensor>> {
+    let read;
+    let bytes = match source {
+        Source::Embedded => embedded(kind),
+        Source::Bytes(bytes) => bytes,
+        Source::File(path) => {
+            read = std::fs::read(path).map_err(|error| Error::Read {
+                path: path.to_path_buf(),
+                why: error.to_string(),
+            })?;
+            &read
+        }
+    };
+    let tensors = candle_core::safetensors::load_buffer(bytes, &Device::Cpu).map_err(|error| {
+        let why = format!("not a safetensors file ({})", first_line(&error));
+        unfit(kind, source, why)
+    })?;
+    let mut names: Vec<_> = tensors.keys().cloned().collect();
+    names.sort();
+    for name in names {
+        if !all_finite(&tensors[&name])? {
+            let why = format!("{name} holds values that are not finite");
+            return Err(unfit(kind, source, why));
+        }
+    }
+    Ok(tensors)
+}
+
+fn unfit(kind: ModelKind, source: Source, why: String) -> Error {
+    Error::Weights {
+        origin: source.to_string(),
+        model: kind.name(),
+        why,
+    }
+}
+
+/// Writes parameters in half precision, with `notes` in the header.
+pub fn save(
+    tensors: &[(String, Tensor)],
+    notes: HashMap<String, String>,
+    path: &Path,
+) -> Result<()> {
+    let halves = tensors
+        .iter()
+        .map(|(name, tensor)| Ok((name.as_str(), tensor.to_dtype(DType::F16)?)))
+        .collect::<Result<Vec<_>>>()?;
+    let bytes = safetensors::serialize(halves, Some(notes)).map_err(|error| Error::Write {
+        path: path.to_path_buf(),
+        why: error.to_string(),
+    })?;
+    std::fs::write(path, bytes).map_err(|error| Error::Write {
+        path: path.to_path_buf(),
+        why: error.to_string(),
+    })
+}
+
+fn all_finite(tensor: &Tensor) -> Result<bool> {
+    let sum = tensor
+        .to_dtype(DType::F32)?
+        .abs()?
+        .sum_all()?
+        .to_scalar::<f32>()?;
+    Ok(sum.is_finite())
+}
