@@ -2,6 +2,8 @@
 
 pub mod device;
 pub mod hook;
+pub mod lifespans;
+pub mod planner;
 pub mod trace;
 pub mod units;
 pub mod validate;
