@@ -237,10 +237,14 @@ impl Step<'_> {
         current::free_on(stream, address)
     }
 
-    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0.
-    pub fn use_stream(&self, stream: StreamId) {
-        // Without the engine there is nothing to bind.
-        drop(self.with(|engine| engine.stream = stream));
+    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0. Work
+    /// that is enqueued there from now on waits for what the former stream still does in places that
+    /// were freed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; the step then stays with its stream.
+    pub fn use_stream(&self, stream: StreamId) -> Result<(), Error> {
+        self.with(|engine| engine.use_stream(stream))?
     }
 
     /// All numbers so far.

@@ -181,6 +181,38 @@ fn a_place_freed_by_another_stream_is_taken_after_its_work() {
     assert!((0..200).any(|seed| pending_read_sees(seed, false) == [0x22; 64]));
 }
 
+/// What a read of the step's first stream sees, whose buffer is freed there before the step moves to
+/// another stream and takes its place again.
+fn read_of_the_first_stream_sees(seed: u64) -> Vec<u8> {
+    const FIRST: StreamId = StreamId(0);
+    const SECOND: StreamId = StreamId(1);
+    let streams = Arc::new(Streams::new(counting_host(GRANULE)));
+    let mut compiler = Compiler::new(streams.clone(), Options::default()).expect("a compiler");
+    let step = compiler.begin("step").expect("a step");
+    let address = here(&step, 8 * MIB);
+    streams.write(address, &[0x11; 64]).expect("mapped");
+    let read = streams.enqueue_read(FIRST, address, Bytes(64));
+    step.free_on(FIRST, address).expect("live");
+    step.use_stream(SECOND).expect("a fence");
+    assert_eq!(here(&step, 8 * MIB), address, "the place is taken again");
+    streams.enqueue_write(SECOND, address, &[0x22; 64]);
+    streams.run_all(seed);
+    step.free(address).expect("live");
+    step.finish().expect("the step ends well");
+    streams.saw(read).expect("it ran").expect("it could read")
+}
+
+#[test]
+fn a_step_that_moves_to_another_stream_takes_places_after_the_work_of_the_first() {
+    for seed in 0..200 {
+        assert_eq!(
+            read_of_the_first_stream_sees(seed),
+            [0x11; 64],
+            "order {seed} overwrote what was still read"
+        );
+    }
+}
+
 #[test]
 fn a_place_freed_by_a_thread_is_taken_when_the_free_is_applied() {
     let mut pair = Pair::new(GRANULE, Options::default());

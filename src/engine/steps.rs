@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::{Active, Counts, Engine};
+use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::SURVIVOR;
@@ -284,6 +285,20 @@ impl Engine {
         while self.paused > 0 {
             self.resume();
         }
+    }
+
+    /// Serves another stream from now on, behind the work of the former one: that work may still use
+    /// places that are free in program order.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        if stream == self.stream {
+            return Ok(());
+        }
+        let refused = |call| move |source| Error::Device { call, source };
+        let device = self.arena.device();
+        let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
+        device.wait(stream, fence).map_err(refused(Call::Wait))?;
+        self.stream = stream;
+        Ok(())
     }
 
     /// An allocation was large enough to be served and was not.
