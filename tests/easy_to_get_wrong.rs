@@ -463,3 +463,35 @@ fn two_compilers_on_two_threads_free_each_others_buffers() {
         assert!(device.is_empty(), "left behind: {:?}", device.books());
     }
 }
+
+fn six_sizes(compiler: &mut Compiler, name: &str, first: u64) -> Result<(), Error> {
+    let step = compiler.begin(name)?;
+    let mut live = Vec::new();
+    for i in first..first + 6 {
+        match step.alloc(Bytes(i * MIB))? {
+            Allocation::Here(address) => live.push(address),
+            Allocation::Elsewhere => panic!("not served"),
+        }
+    }
+    live.into_iter()
+        .for_each(|address| step.free(address).expect("live"));
+    step.finish().map(drop)
+}
+
+#[test]
+fn a_step_that_was_forgotten_records_again_and_breaks_nothing_in_strict_mode() {
+    let options = Options {
+        strict: true,
+        edge_limit: 8,
+        ..Options::default()
+    };
+    let mut compiler = Compiler::new(counting_host(GRANULE), options).expect("a compiler");
+    for _ in 0..3 {
+        for (name, first) in [("a", 1), ("b", 20)] {
+            six_sizes(&mut compiler, name, first).expect("what was forgotten may be recorded");
+        }
+    }
+    let stats = compiler.stats();
+    assert!(stats.edges_forgotten > 0, "{stats}");
+    assert_eq!(stats.breaks_total, 0, "{stats}");
+}
