@@ -283,6 +283,24 @@ fn scopes_closed_out_of_order_are_counted_and_harmless() {
 }
 
 #[test]
+fn a_scope_that_was_closed_with_the_one_around_it_closes_no_other() {
+    let mut compiler = compiler_with_a_finished_step();
+    let step = compiler.begin("step").expect("a step");
+    let outer = memory_compiler::scope("outer");
+    let stale = memory_compiler::scope("inner");
+    drop(outer);
+    let second = memory_compiler::scope("second");
+    let third = memory_compiler::scope("third");
+    drop(stale);
+    assert_eq!(path(&step), "step/second/third");
+    drop(third);
+    drop(second);
+    let _ = step.finish();
+    assert_eq!(compiler.stats().bad_scopes, 2);
+    runs_clean(&mut compiler);
+}
+
+#[test]
 fn a_scope_that_outlives_its_step_closes_nothing_of_the_next() {
     let mut compiler = compiler_with_a_finished_step();
     let step = compiler.begin("step").expect("a step");

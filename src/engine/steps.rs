@@ -247,19 +247,20 @@ impl Engine {
         self.active.is_some()
     }
 
-    /// Opens a scope; returns its depth.
-    pub fn enter(&mut self, name: &str, strict: bool) -> usize {
+    /// Opens a scope; returns the number of its run.
+    pub fn enter(&mut self, name: &str, strict: bool) -> u64 {
         self.fold_peak();
-        self.scopes.enter(name, self.live, strict);
-        self.scopes.depth()
+        self.scopes.enter(name, self.live, strict)
     }
 
-    /// Closes the scope at a depth, and those in it that were left open.
-    pub fn leave(&mut self, depth: usize) {
-        if self.scopes.depth() != depth {
+    /// Closes a run of a scope, and those in it that were left open; none when it was closed with one
+    /// around it.
+    pub fn leave(&mut self, run: u64) {
+        let above = self.scopes.opened_since(run);
+        if above != Some(0) {
             self.totals.bad_scopes += 1;
         }
-        while self.scopes.depth() >= depth {
+        for _ in 0..above.map_or(0, |above| above + 1) {
             self.fold_peak();
             self.scopes.leave();
         }
