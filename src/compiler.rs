@@ -237,10 +237,14 @@ impl Step<'_> {
         current::free_on(stream, address)
     }
 
-    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0.
-    pub fn use_stream(&self, stream: StreamId) {
-        // Without the engine there is nothing to bind.
-        drop(self.with(|engine| engine.stream = stream));
+    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0. Work
+    /// that is enqueued there from now on waits for what the former stream still does in places that
+    /// were freed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; the step then stays with its stream.
+    pub fn use_stream(&self, stream: StreamId) -> Result<(), Error> {
+        self.with(|engine| engine.use_stream(stream))?
     }
 
     /// All numbers so far.
@@ -283,9 +287,9 @@ impl Drop for Step<'_> {
 #[derive(Debug)]
 #[must_use = "the scope closes when this is dropped: bind it with `let _scope = …`"]
 pub struct Scope {
-    /// The step's serial, 0 for none, and the depth at which the scope is open.
+    /// The step's serial, 0 for none, and the number of the scope's run.
     step: u64,
-    depth: usize,
+    run: u64,
     thread: PhantomData<*const ()>,
 }
 
@@ -311,10 +315,10 @@ pub fn strict_scope(name: &str) -> Scope {
 
 fn open_scope(name: &str, strict: bool) -> Scope {
     let opened = current::with_innermost(|engine| (engine.serial, engine.enter(name, strict)));
-    let (step, depth) = opened.unwrap_or_default();
+    let (step, run) = opened.unwrap_or_default();
     Scope {
         step,
-        depth,
+        run,
         thread: PhantomData,
     }
 }
@@ -323,7 +327,7 @@ impl Drop for Scope {
     fn drop(&mut self) {
         if self.step != 0 {
             // When its step is over it was closed, and counted as left open, at the end.
-            current::with_step(self.step, |engine| engine.leave(self.depth));
+            current::with_step(self.step, |engine| engine.leave(self.run));
         }
     }
 }

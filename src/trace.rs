@@ -178,18 +178,20 @@ impl Trace {
             .count()
     }
 
-    /// L: the most bytes live at once, each size rounded up to 512 B. Meaningless beyond 2^64 bytes.
+    /// L: the most bytes live at once, each size rounded up to 512 B; the largest multiple of 512 B
+    /// below 2^64 where there are more.
     #[must_use]
     pub fn live_peak(&self) -> Bytes {
+        const MOST: Bytes = Bytes(u64::MAX - (ALIGNMENT.0 - 1));
         let mut sizes = std::collections::HashMap::new();
         let (mut live, mut peak) = (0_u64, 0);
         for event in &self.events {
             match event {
                 Event::Alloc { buffer, size } => {
-                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(*size).0;
+                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(MOST).0;
                     sizes.insert(*buffer, size);
                     live = u64::saturating_add(live, size);
-                    peak = peak.max(live);
+                    peak = peak.max(live).min(MOST.0);
                 }
                 Event::Free { buffer } => {
                     live = u64::saturating_sub(live, sizes.remove(buffer).unwrap_or(0));
@@ -227,6 +229,13 @@ mod tests {
             (trace.buffer_count(), trace.live_peak()),
             (2, Bytes(512 + 1024))
         );
+    }
+
+    #[test]
+    fn a_peak_beyond_64_bits_is_the_largest_number_of_whole_units() {
+        let text = format!("a 0 {0}\na 1 {0}\nf 0\nf 1\na 2 1\n", u64::MAX);
+        let trace = Trace::read(text.as_bytes()).unwrap();
+        assert_eq!(trace.live_peak(), Bytes(u64::MAX - 511));
     }
 
     #[test]

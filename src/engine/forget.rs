@@ -24,6 +24,10 @@ impl Engine {
         debug_assert_eq!(self.own_count, 0);
         self.sync_placer();
         let kept = self.newest_branches(self.edge_limit / 2);
+        // A name without a branch records as for the first time, also in strict mode.
+        let branches = &self.tapes.branches;
+        self.finished
+            .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
         // Branches that stay keep their slots: hints name them.
         for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
             if !kept.contains(&at) {

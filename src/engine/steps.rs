@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::{Active, Counts, Engine};
+use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::SURVIVOR;
@@ -246,19 +247,20 @@ impl Engine {
         self.active.is_some()
     }
 
-    /// Opens a scope; returns its depth.
-    pub fn enter(&mut self, name: &str, strict: bool) -> usize {
+    /// Opens a scope; returns the number of its run.
+    pub fn enter(&mut self, name: &str, strict: bool) -> u64 {
         self.fold_peak();
-        self.scopes.enter(name, self.live, strict);
-        self.scopes.depth()
+        self.scopes.enter(name, self.live, strict)
     }
 
-    /// Closes the scope at a depth, and those in it that were left open.
-    pub fn leave(&mut self, depth: usize) {
-        if self.scopes.depth() != depth {
+    /// Closes a run of a scope, and those in it that were left open; none when it was closed with one
+    /// around it.
+    pub fn leave(&mut self, run: u64) {
+        let above = self.scopes.opened_since(run);
+        if above != Some(0) {
             self.totals.bad_scopes += 1;
         }
-        while self.scopes.depth() >= depth {
+        for _ in 0..above.map_or(0, |above| above + 1) {
             self.fold_peak();
             self.scopes.leave();
         }
@@ -284,6 +286,20 @@ impl Engine {
         while self.paused > 0 {
             self.resume();
         }
+    }
+
+    /// Serves another stream from now on, behind the work of the former one: that work may still use
+    /// places that are free in program order.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        if stream == self.stream {
+            return Ok(());
+        }
+        let refused = |call| move |source| Error::Device { call, source };
+        let device = self.arena.device();
+        let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
+        device.wait(stream, fence).map_err(refused(Call::Wait))?;
+        self.stream = stream;
+        Ok(())
     }
 
     /// An allocation was large enough to be served and was not.
