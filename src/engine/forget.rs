@@ -1,7 +1,7 @@
 //! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten.
 //!
-//! Every edge that a run took lies on the tape of its branch, so "recently used" is a property of
-//! branches, and the hot path has nothing to write down. At the beginning of a step nothing of the
+//! Every edge that a finished run took lies on the tape of its branch, so "recently used" is a property of
+//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and the hot path has nothing to write down. At the beginning of a step nothing of the
 //! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
