@@ -82,8 +82,10 @@ fn trace_holds_its_floor(name: &str) {
         run(&mut compiler, "step", &trace, (1, 1));
     }
     let creates = device.books().pages_created;
+    let held_peak = device.books().held_peak;
     let compiled = compiler.compile().unwrap();
     assert!(compiled.is_installed, "{compiled:?}");
+    assert_eq!(device.books().held_peak, held_peak, "{compiled:?}");
     for _ in 0..3 {
         assert_replayed(run(&mut compiler, "step", &trace, (1, 1)));
     }
