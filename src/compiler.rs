@@ -19,6 +19,7 @@ use crate::hook::host::SMALLEST_THRESHOLD;
 use crate::options::Options;
 use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
+use crate::validate::{self, Fault};
 
 /// Records steps and replays them; see the [crate documentation](crate).
 ///
@@ -422,6 +423,14 @@ impl Snapshot {
             frames: engine.frames(),
             live: engine.live(),
         }
+    }
+
+    /// Checks that no two live buffers share a byte of a frame; quadratic.
+    ///
+    /// # Errors
+    /// The first [`Fault`] found, which is a bug of the compiler.
+    pub fn validate(&self) -> Result<(), Fault> {
+        validate::disjoint(&self.live, self.granule, |page| self.frame_at(page))
     }
 
     /// The frame under an address.

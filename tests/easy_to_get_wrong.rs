@@ -424,8 +424,9 @@ fn two_compilers_on_two_threads_free_each_others_buffers() {
     };
     let left = std::thread::spawn(work(1 << 10, to_right, from_right));
     let right = std::thread::spawn(work(1 << 20, to_left, from_left));
-    for side in [left, right] {
-        let (compiler, device) = side.join().expect("the thread ends well");
+    // Both first: until then the other side may still hold gifts.
+    let sides = [left, right].map(|side| side.join().expect("the thread ends well"));
+    for (compiler, device) in sides {
         // Its owner may end on another thread than it lived on.
         on_thread(move || drop(compiler));
         assert!(device.is_empty(), "left behind: {:?}", device.books());

@@ -103,6 +103,88 @@ fn the_same_seed_writes_the_same_sheet() {
 }
 
 #[test]
+fn memory_that_does_not_suffice_is_refused_in_one_line() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let with = |arguments: &[&str], reason: &str| {
+        let output = [
+            "--model",
+            "dit",
+            "--steps",
+            "2",
+            "--samples",
+            "1",
+            "--out",
+            text(&out),
+        ];
+        let arguments = [&output[..], arguments].concat();
+        let output = diffuse(&arguments);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        let error = stderr.lines().last().unwrap_or_default();
+        assert!(
+            error.starts_with("error: ") && error.contains(reason),
+            "{arguments:?}: {stderr}"
+        );
+        assert!(!stderr.contains("panicked"), "{arguments:?}: {stderr}");
+        assert!(!out.exists(), "no sheet is left behind");
+    };
+    with(&["--budget", "512KiB"], "over the budget of 512.00 KiB");
+    with(
+        &["--budget", "4KiB"],
+        "option budget: 4.00 KiB is less than one page",
+    );
+    with(&["--granule", "3000"], "option granule");
+    with(
+        &["--threshold", "100"],
+        "option threshold: 100 B is below 4.00 KiB",
+    );
+    with(&["--no-compile", "--strict"], "cannot be used with");
+}
+
+#[test]
+fn compare_says_that_the_images_are_the_same_and_prints_the_table() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let output = diffuse(&[
+        "--model",
+        "dit",
+        "--steps",
+        "6",
+        "--class",
+        "7",
+        "--samples",
+        "1",
+        "--strict",
+        "--compare",
+        "--out",
+        text(&out),
+    ]);
+    assert!(output.status.success(), "{output:?}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        stdout.contains("images are bit-identical (784 pixels)"),
+        "{stdout}"
+    );
+    assert!(
+        stdout.contains("last step: 0 breaks, 0 driver calls; in all: 0 breaks"),
+        "{stdout}"
+    );
+    let branches: Vec<&str> = stdout
+        .lines()
+        .filter(|line| line.contains("cond "))
+        .collect();
+    assert_eq!(
+        branches.len(),
+        2,
+        "one branch with a class and one without: {stdout}"
+    );
+    for word in ["floor", "held", "virtual", "compiled", "plain"] {
+        assert!(stdout.contains(word), "{word} is missing: {stdout}");
+    }
+}
+
+#[test]
 fn help_and_version_are_no_errors() {
     for argument in ["--help", "--version"] {
         let output = diffuse(&[argument]);

@@ -7,6 +7,7 @@ use super::{Active, Counts, Engine};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::SURVIVOR;
+use crate::placer::NO_FRAME;
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -179,6 +180,8 @@ impl Engine {
             _ => 0,
         };
         self.finished.insert(active.name);
+        #[cfg(debug_assertions)]
+        self.validate();
         let safe = self.obstacles == 0 && !self.arena.is_trimmed() && self.step.recorded == 0;
         let (at, replayed) = self.tapes.end(active.name, self.serial);
         let epoch = self.epoch;
@@ -203,6 +206,20 @@ impl Engine {
         branch.peak = self.step.peak;
         branch.time += active.began.elapsed();
         Ok(report)
+    }
+
+    /// Has the independent validator look at what is live, where that is little.
+    #[cfg(debug_assertions)]
+    fn validate(&self) {
+        let (base, granule) = (self.shared.base, self.arena.granule());
+        let frame_at = |page: Address| {
+            let number = (page.0 - base.0) / granule.0;
+            Some(self.arena.placer.frame_of(number as u32)).filter(|&frame| frame != NO_FRAME)
+        };
+        if self.step.recorded > 0 && self.live * ALIGNMENT.0 < 256 * granule.0 {
+            crate::validate::disjoint(&self.live(), granule, frame_at)
+                .unwrap_or_else(|fault| panic!("{fault}"));
+        }
     }
 
     /// Ends the active step without learning from it. Live buffers stay valid.
@@ -335,7 +352,7 @@ impl Engine {
             .flat_map(|(first, count)| first..first + count);
         pages
             .map(|page| (page, placer.frame_of(page)))
-            .filter(|&(_, frame)| frame != crate::placer::NO_FRAME)
+            .filter(|&(_, frame)| frame != NO_FRAME)
             .collect()
     }
 

@@ -104,6 +104,7 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
         budget: options.budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        ..memory_compiler::Options::default()
     };
     Ok(Memory {
         compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
