@@ -12,12 +12,12 @@ use std::sync::Arc;
 use crate::arena::Arena;
 use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
-use crate::engine::{Allocation, Engine, OnError, Shared};
+use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::hook::host::SMALLEST_THRESHOLD;
 use crate::options::Options;
-use crate::stats::{Stats, StepReport};
+use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
 
@@ -163,10 +163,53 @@ impl Compiler {
         self.engine().ok_or(Error::StepActive)?.trim()
     }
 
+    /// Plans all buffers of all recorded branches again, now that their lifespans are known, and installs
+    /// the plan if it holds fewer bytes. Recorded steps then run at other addresses, without a break.
+    /// Buffers that are live stay where they are.
+    ///
+    /// Takes up to 200 ms, and device calls for the new windows; nothing is held beyond what was held
+    /// before. Edges that only aborted steps took are dropped: they are recorded again when they come.
+    ///
+    /// # Errors
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::Device`] when the device refuses. Then the
+    /// layout is as before.
+    pub fn compile(&mut self) -> Result<Compiled, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine()
+            .ok_or(Error::StepActive)?
+            .compile(COMPILE_TIME)
+    }
+
+    /// Keeps every address, and the memory under it, as it is until the guard is dropped: for addresses
+    /// that were captured, in a CUDA graph for instance. [`compile`](Self::compile) and
+    /// [`trim`](Self::trim) are refused meanwhile, and no idle page is given back under pressure.
+    ///
+    /// # Errors
+    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
+    pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
+        shared.pin();
+        Ok(PinnedLayout { shared })
+    }
+
     /// What a checker needs to know at this moment.
     pub fn snapshot(&mut self) -> Snapshot {
         let _bookkeeping = Bookkeeping::begin();
         self.engine().map(Snapshot::of).unwrap_or_default()
+    }
+}
+
+/// While this lives, the layout of its compiler stays as it is.
+#[derive(Debug)]
+#[must_use = "the layout is pinned until this is dropped: bind it with `let _pinned = …`"]
+pub struct PinnedLayout {
+    shared: Arc<Shared>,
+}
+
+impl Drop for PinnedLayout {
+    fn drop(&mut self) {
+        self.shared.unpin();
     }
 }
 

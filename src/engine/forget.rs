@@ -10,6 +10,7 @@ use std::collections::HashMap;
 
 use super::Engine;
 use crate::bits::BitSet;
+use crate::graph::Graph;
 use crate::graph::tape::SURVIVOR;
 use crate::mix::MixBuild;
 
@@ -18,7 +19,7 @@ type Numbers = HashMap<u32, u32, MixBuild>;
 impl Engine {
     /// Forgets branches, and edges on no tape, once there are more edges than the limit.
     pub(super) fn forget_oldest(&mut self) {
-        if self.graph.edges.len() <= self.edge_limit {
+        if self.graph.edges.len() <= self.edge_limit || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
@@ -31,11 +32,11 @@ impl Engine {
         // Branches that stay keep their slots: hints name them.
         for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
             if !kept.contains(&at) {
-                branch.tape = Vec::new();
+                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
             }
         }
 
-        let old = std::mem::take(&mut self.graph);
+        let old = Graph::after(&mut self.graph);
         let mut placements = Numbers::default();
         let live: Vec<u32> = self.table.iter().collect();
         for number in live {

@@ -1,7 +1,7 @@
 //! The life of a step: begin, end, abort; survivors; trim; numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Active, Counts, Engine};
 use crate::device::{Call, StreamId};
@@ -12,6 +12,9 @@ use crate::placer::NO_FRAME;
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
+/// How long a compile between two steps may plan.
+pub(crate) const COMPILE_TIME: Duration = Duration::from_millis(200);
+
 /// Steps of the process so far.
 static SERIAL: AtomicU64 = AtomicU64::new(1);
 
@@ -20,15 +23,10 @@ impl Engine {
     pub fn begin(&mut self, name: &str) {
         debug_assert!(self.active.is_none());
         self.drain();
-        for number in self.young.drain(..) {
-            let kind = &mut self.graph.placements[number as usize].kind;
-            if *kind == Kind::Young {
-                *kind = Kind::Survivor;
-            }
-        }
-        (self.young_count, self.young_len) = (0, 0);
-        self.settle_survivors();
+        self.end_young();
+        self.settle_survivors(true);
         self.forget_oldest();
+        self.compile_when_quiet();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
         self.step = Counts::default();
@@ -50,9 +48,30 @@ impl Engine {
         });
     }
 
-    /// Buffers of the last step that are still live leave the state and stay where they are; their
-    /// positions are served from the survivors' space from now on.
-    fn settle_survivors(&mut self) {
+    /// What was made in the survivors' space in the last step is of an earlier one now.
+    pub(super) fn end_young(&mut self) {
+        for number in self.young.drain(..) {
+            let kind = &mut self.graph.placements[number as usize].kind;
+            if *kind == Kind::Young {
+                *kind = Kind::Survivor;
+            }
+        }
+        (self.young_count, self.young_len) = (0, 0);
+    }
+
+    /// Compiles after as many steps without a recording as the option says, once.
+    fn compile_when_quiet(&mut self) {
+        if self.compile_after == Some(self.quiet_steps) && !self.shared.is_pinned() {
+            self.quiet_steps += 1;
+            if let Err(error) = self.compile(COMPILE_TIME) {
+                tracing::warn!(%error, "the recorded layout stays");
+            }
+        }
+    }
+
+    /// Buffers of the last step that are still live leave the state and stay where they are. If `learn`,
+    /// their positions are served from the survivors' space from now on.
+    pub(super) fn settle_survivors(&mut self, learn: bool) {
         if self.own_count == 0 {
             debug_assert_eq!(self.hash, 0);
             return;
@@ -79,7 +98,7 @@ impl Engine {
             self.outside += u64::from(placement.place.len);
             self.outside_count += 1;
             self.obstacles += 1;
-            if !self.last_aborted && self.survivors.insert(position) {
+            if learn && !self.last_aborted && self.survivors.insert(position) {
                 // The next run of that name goes another way, and records it.
                 let name = self.scopes.add_survivor(position);
                 self.finished.remove(&name);
@@ -157,6 +176,10 @@ impl Engine {
             return Err(error);
         }
         self.last_aborted = false;
+        self.quiet_steps = match self.step.recorded {
+            0 => self.quiet_steps.saturating_add(1),
+            _ => 0,
+        };
         self.finished.insert(active.name);
         #[cfg(debug_assertions)]
         self.validate();
@@ -309,6 +332,9 @@ impl Engine {
 
     /// Gives the memory of idle frames back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
+        if self.shared.is_pinned() {
+            return Err(Error::Pinned);
+        }
         self.drain();
         self.sync_placer();
         let trimmed = self.arena.trim();
@@ -369,6 +395,7 @@ impl Engine {
             states: self.graph.state_count(),
             edges: self.graph.edge_count(),
             edges_forgotten: self.totals.forgotten,
+            compiled: self.compiled,
             steps: self.totals.steps,
             breaks_step: report.breaks,
             breaks_total: self.totals.breaks,

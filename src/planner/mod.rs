@@ -10,7 +10,7 @@
 //! its height. An *aliasing* plan puts one frame under many pages: fragmentation of addresses costs
 //! nothing, only the slack in partly used pages does.
 //!
-//! [`plan`] runs its strategies in turn, each behind [`Strategy`], and keeps the plan with the fewest
+//! [`plan`] runs its strategies in turn, each behind a small trait, and keeps the plan with the fewest
 //! frames, then the fewest virtual pages, then the earliest strategy. It ends early at the floor, which
 //! nothing can beat, if that plan is contiguous: it has no page more than it holds either.
 //!
