@@ -20,6 +20,7 @@
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
 mod forget;
+mod handover;
 mod record;
 mod shared;
 mod steps;
@@ -31,7 +32,7 @@ use std::time::Instant;
 pub(crate) use shared::{Freed, Shared};
 
 use crate::arena::{Arena, Refusal};
-use crate::device::StreamId;
+use crate::device::{Fence, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -217,7 +218,7 @@ impl Engine {
     /// Serves an allocation of the active step.
     #[inline]
     pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         let wide = wide_units(size);
@@ -244,7 +245,7 @@ impl Engine {
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
     pub fn free(&mut self, address: Address) -> Result<(), Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         self.apply_free(address)
@@ -303,21 +304,37 @@ impl Engine {
         self.recent_peak = self.live;
     }
 
-    /// Applies the frees that other threads queued.
+    /// Applies the frees that other threads queued. One that the device cannot order behind the work of
+    /// its stream stays queued, and its buffer live, until a later call can.
     #[cold]
     pub fn drain(&mut self) {
-        for freed in self.shared.take_frees() {
-            if let Some(fence) = freed.fence
-                && let Err(error) = self.arena.device().wait(self.stream, fence)
-            {
-                // Reuse is only safe behind the fence; waiting for everything is behind it too.
-                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
-                if self.arena.device().synchronise().is_err() {
-                    self.totals.bad_frees += 1;
-                    continue;
-                }
+        for freed in self.shared.handover.take() {
+            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+                self.shared.handover.push(freed);
+                continue;
             }
             // Counted where it is bad; nobody waits for the answer.
+            drop(self.apply_free(freed.address));
+        }
+    }
+
+    /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
+    fn is_behind(&self, fence: Fence) -> bool {
+        let device = self.arena.device();
+        let Err(error) = device.wait(self.stream, fence) else {
+            return true;
+        };
+        tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+        device.synchronise().is_ok()
+    }
+
+    /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
+    /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
+    pub fn drain_orphan(&mut self) {
+        for freed in self.shared.handover.take() {
+            if let Some(fence) = freed.fence {
+                drop(self.arena.device().wait(self.stream, fence));
+            }
             drop(self.apply_free(freed.address));
         }
     }
