@@ -1,4 +1,5 @@
-//! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten.
+//! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten, and the
+//! scope paths and positions that no branch is left of.
 //!
 //! Every edge that a run took lies on the tape of its branch, so "recently used" is a property of
 //! branches, and the hot path has nothing to write down. At the beginning of a step nothing of the
@@ -16,9 +17,11 @@ use crate::mix::MixBuild;
 type Numbers = HashMap<u32, u32, MixBuild>;
 
 impl Engine {
-    /// Forgets branches, and edges on no tape, once there are more edges than the limit.
+    /// Forgets branches, and edges on no tape, once there are more edges than the limit, or more scope
+    /// paths and positions than that.
     pub(super) fn forget_oldest(&mut self) {
-        if self.graph.edges.len() <= self.edge_limit {
+        if self.graph.edges.len() <= self.edge_limit && self.scopes.remembered() <= self.scope_limit
+        {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
@@ -72,6 +75,7 @@ impl Engine {
         }
         self.table.renumber(|number| placements[&number]);
         self.forget_positions();
+        self.forget_paths();
     }
 
     /// The branches that ran last, as many as have `limit` edges together, and the last one if only it
@@ -129,5 +133,16 @@ impl Engine {
         {
             entry.counter = new[&entry.counter];
         }
+    }
+
+    /// Forgets scope paths and names of steps that no branch is left of.
+    fn forget_paths(&mut self) {
+        self.scopes.count_survivors(self.survivors.iter().copied());
+        let names = || self.tapes.branches.iter().map(|branch| branch.name);
+        self.scopes.retain_paths(names());
+        let kept: std::collections::HashSet<u32> = names().collect();
+        self.finished.retain(|name| kept.contains(name));
+        // One step may enter more scopes than the limit: not to be looked through every time.
+        self.scope_limit = self.edge_limit.max(self.scopes.remembered() * 2);
     }
 }

@@ -129,6 +129,8 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most scope paths and positions.
+    scope_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -198,6 +200,7 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
