@@ -22,6 +22,7 @@
 
 mod compile;
 mod forget;
+mod handover;
 mod record;
 mod shared;
 mod steps;
@@ -34,7 +35,7 @@ pub(crate) use shared::{Freed, Shared};
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::StreamId;
+use crate::device::{Fence, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -132,6 +133,8 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most scope paths and positions.
+    scope_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -206,6 +209,7 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
@@ -229,7 +233,7 @@ impl Engine {
     /// Serves an allocation of the active step.
     #[inline]
     pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         let wide = wide_units(size);
@@ -256,7 +260,7 @@ impl Engine {
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
     pub fn free(&mut self, address: Address) -> Result<(), Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         self.apply_free(address)
@@ -315,21 +319,37 @@ impl Engine {
         self.recent_peak = self.live;
     }
 
-    /// Applies the frees that other threads queued.
+    /// Applies the frees that other threads queued. One that the device cannot order behind the work of
+    /// its stream stays queued, and its buffer live, until a later call can.
     #[cold]
     pub fn drain(&mut self) {
-        for freed in self.shared.take_frees() {
-            if let Some(fence) = freed.fence
-                && let Err(error) = self.arena.device().wait(self.stream, fence)
-            {
-                // Reuse is only safe behind the fence; waiting for everything is behind it too.
-                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
-                if self.arena.device().synchronise().is_err() {
-                    self.totals.bad_frees += 1;
-                    continue;
-                }
+        for freed in self.shared.handover.take() {
+            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+                self.shared.handover.push(freed);
+                continue;
             }
             // Counted where it is bad; nobody waits for the answer.
+            drop(self.apply_free(freed.address));
+        }
+    }
+
+    /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
+    fn is_behind(&self, fence: Fence) -> bool {
+        let device = self.arena.device();
+        let Err(error) = device.wait(self.stream, fence) else {
+            return true;
+        };
+        tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+        device.synchronise().is_ok()
+    }
+
+    /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
+    /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
+    pub fn drain_orphan(&mut self) {
+        for freed in self.shared.handover.take() {
+            if let Some(fence) = freed.fence {
+                drop(self.arena.device().wait(self.stream, fence));
+            }
             drop(self.apply_free(freed.address));
         }
     }

@@ -1,10 +1,12 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
-//! May import: layers 0 and 3; `engine`, which it keeps once orphaned.
+//! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
+use super::Engine;
+use super::handover::Handover;
 use crate::device::{Device, Fence};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -22,13 +24,10 @@ pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
-    /// Length of `queue`, so that the engine looks without a lock.
-    waiting: AtomicUsize,
     /// Guards that hold the layout.
     pins: AtomicUsize,
-    queue: Mutex<Vec<Freed>>,
-    /// The engine, once its compiler was dropped before its last buffer.
-    pub orphan: Mutex<Option<Box<super::Engine>>>,
+    /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
+    pub handover: Handover<Freed, Box<Engine>>,
 }
 
 impl Shared {
@@ -37,10 +36,8 @@ impl Shared {
             base,
             size,
             device,
-            waiting: AtomicUsize::new(0),
             pins: AtomicUsize::new(0),
-            queue: Mutex::new(Vec::new()),
-            orphan: Mutex::new(None),
+            handover: Handover::new(),
         }
     }
 
@@ -66,24 +63,5 @@ impl Shared {
     /// Whether the layout must stay as it is.
     pub fn is_pinned(&self) -> bool {
         self.pins.load(Ordering::Relaxed) > 0
-    }
-
-    /// Whether frees wait. A free that another thread is making at this moment may be missed; it is
-    /// seen at the next call.
-    #[inline]
-    pub fn has_frees(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) != 0
-    }
-
-    pub fn push_free(&self, freed: Freed) {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.push(freed);
-        self.waiting.store(queue.len(), Ordering::Release);
-    }
-
-    pub fn take_frees(&self) -> Vec<Freed> {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        self.waiting.store(0, Ordering::Release);
-        std::mem::take(&mut *queue)
     }
 }
