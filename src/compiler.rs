@@ -173,6 +173,15 @@ impl Compiler {
         Ok(result)
     }
 
+    /// Serves allocations of `stream` from the next step on; the first is stream 0. What steps did on the
+    /// last stream comes before what they do on this one.
+    pub fn use_stream(&mut self, stream: StreamId) {
+        let _bookkeeping = Bookkeeping::begin();
+        if let Some(engine) = self.engine() {
+            engine.use_stream(stream);
+        }
+    }
+
     /// All numbers, between steps. All zero while a step is leaked on another thread.
     pub fn stats(&mut self) -> Stats {
         let _bookkeeping = Bookkeeping::begin();
@@ -266,7 +275,7 @@ impl Step<'_> {
     /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0.
     pub fn use_stream(&self, stream: StreamId) {
         // Without the engine there is nothing to bind.
-        drop(self.with(|engine| engine.stream = stream));
+        drop(self.with(|engine| engine.use_stream(stream)));
     }
 
     /// All numbers so far.

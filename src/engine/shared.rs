@@ -1,11 +1,16 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
+//! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
+//! where the next use of the memory is enqueued behind the last. Home and queue are under one lock: a
+//! free without a fence is in the queue before the engine can move.
+//!
 //! May import: layers 0 and 3.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::device::{Device, Fence};
+use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// A free that was made where the engine is not.
@@ -16,15 +21,40 @@ pub(crate) struct Freed {
     pub fence: Option<Fence>,
 }
 
+/// Number of the calling thread; never reused.
+pub(crate) fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! { static NUMBER: Cell<u64> = const { Cell::new(0) } }
+    if NUMBER.get() == 0 {
+        NUMBER.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    }
+    NUMBER.get()
+}
+
+/// Where an engine's steps run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Home {
+    /// 0 before the first step.
+    pub thread: u64,
+    pub stream: StreamId,
+}
+
+/// What lies under the lock.
+#[derive(Debug, Default)]
+struct Queue {
+    home: Home,
+    frees: Vec<Freed>,
+}
+
 /// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
-    /// Length of `queue`, so that the engine looks without a lock.
+    /// Length of the queue, so that the engine looks without a lock.
     waiting: AtomicUsize,
-    queue: Mutex<Vec<Freed>>,
+    queue: Mutex<Queue>,
     /// The engine, once its compiler was dropped before its last buffer.
     pub orphan: Mutex<Option<Box<super::Engine>>>,
 }
@@ -36,7 +66,7 @@ impl Shared {
             size,
             device,
             waiting: AtomicUsize::new(0),
-            queue: Mutex::new(Vec::new()),
+            queue: Mutex::default(),
             orphan: Mutex::new(None),
         }
     }
@@ -59,15 +89,33 @@ impl Shared {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    pub fn push_free(&self, freed: Freed) {
+    /// Queues a free; work on `stream`, where one is named, may still use the memory.
+    pub fn push_free(&self, address: Address, stream: Option<StreamId>) -> Result<(), DeviceError> {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.push(freed);
-        self.waiting.store(queue.len(), Ordering::Release);
+        let abroad = stream.filter(|&stream| {
+            queue.home
+                != Home {
+                    thread: this_thread(),
+                    stream,
+                }
+        });
+        let fence = abroad.map(|stream| self.device.fence(stream)).transpose()?;
+        queue.frees.push(Freed { address, fence });
+        self.waiting.store(queue.frees.len(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Says where the steps run from now on.
+    pub fn set_home(&self, home: Home) {
+        self.queue
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .home = home;
     }
 
     pub fn take_frees(&self) -> Vec<Freed> {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         self.waiting.store(0, Ordering::Release);
-        std::mem::take(&mut *queue)
+        std::mem::take(&mut queue.frees)
     }
 }

@@ -17,6 +17,7 @@ impl Engine {
     /// Begins a step; none is active.
     pub fn begin(&mut self, name: &str) {
         debug_assert!(self.active.is_none());
+        self.move_home();
         self.drain();
         for number in self.young.drain(..) {
             let kind = &mut self.graph.placements[number as usize].kind;
