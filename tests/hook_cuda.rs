@@ -41,7 +41,8 @@ impl<D: Device> Device for Pretending<D> {
 
     fn gpu(&self) -> Option<GpuIdentity> {
         Some(GpuIdentity {
-            context: 1,
+            // No context: the current one of all threads here.
+            context: 0,
             has_pools: self.has_pools,
         })
     }
@@ -68,9 +69,10 @@ impl<D: Device> Device for Pretending<D> {
 type Fake = Pretending<Counting<Streams<Limiting<Host>>>>;
 
 const PAGE: u64 = 4096;
-/// A stream that no context of a real driver has.
-const STREAM: u64 = 0x1000;
-const OTHER: u64 = 0x2000;
+/// The handles of the default streams: the driver knows them in any state, and refuses without a context,
+/// which this process never makes.
+const STREAM: u64 = 1;
+const OTHER: u64 = 2;
 
 fn fake(limit: u64, has_pools: bool) -> Arc<Fake> {
     let host = Limiting::new(Host::new(Bytes(PAGE)).unwrap(), Bytes(limit));
@@ -95,9 +97,9 @@ fn stream(number: u64) -> *mut c_void {
 /// `cuMemAllocAsync`: the address, or the code.
 fn take_on(number: u64, size: u64) -> Result<Address, u32> {
     let mut at = 0;
-    // SAFETY: `at` is writable. A stream that the driver does not know only reaches it in tests of a
-    // process without a context, where it refuses.
-    match unsafe { alloc_async(&raw mut at, size as usize, stream(number)) } {
+    // SAFETY: `at` is writable.
+    let code = unsafe { alloc_async(&raw mut at, size as usize, stream(number)) };
+    match code {
         0 => Ok(Address(at)),
         code => Err(code),
     }
@@ -174,17 +176,12 @@ fn what_no_step_claims_goes_to_the_driver() {
     }
     let mut at = 0;
     // SAFETY: `at` is writable.
-    assert_ne!(
-        unsafe { alloc(&raw mut at, 512) },
-        0,
-        "the synchronous call"
-    );
+    let code = unsafe { alloc(&raw mut at, 512) };
+    assert_ne!(code, 0, "the synchronous call");
     assert_ne!(give_on(STREAM, Address(512)), 0, "an address of nobody");
     // SAFETY: a null pointer is refused.
-    assert_ne!(
-        unsafe { alloc_async(ptr::null_mut(), 512, stream(STREAM)) },
-        0
-    );
+    let code = unsafe { alloc_async(ptr::null_mut(), 512, stream(STREAM)) };
+    assert_ne!(code, 0, "nowhere to write to");
     step.use_stream(StreamId(OTHER));
     assert!(
         take_on(STREAM, 512).is_err(),
