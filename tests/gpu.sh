@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, from binaries that were built elsewhere: the machine with the GPU needs
+# the driver and the CUDA libraries, no Rust.
+#
+#   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, memcheck or zoo, else all
+#
+# Logs go to ${OUT:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
+set -uo pipefail
+
+usage() { sed -n '2,9p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || usage
+verb=$1; dir=$2; shift 2
+
+# Test binaries of one package, as cargo names them: "name path" a line.
+built() {
+  cargo test --no-run --message-format=json "$@" |
+    python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message.get("profile", {}).get("test"):
+        print(message["target"]["name"], message["executable"])'
+}
+
+build() {
+  set -e
+  mkdir -p "$dir"
+  collect() {
+    local prefix=$1; shift
+    built "$@" | while read -r name path; do
+      cp "$path" "$dir/$prefix$name"; strip "$dir/$prefix$name"
+    done
+  }
+  # One command a package: Candle links the driver, the crate alone loads it.
+  collect core- --release -p memory-compiler --features cuda \
+    --test device_cuda --test hook_cuda --test scenarios --test traces --test faults
+  collect candle- --release -p memory-compiler-candle --features cuda \
+    --test cuda --test cuda_without_the_line
+  cargo build --release -p memory-compiler-models --features zoo --bin zoo
+  cp "${CARGO_TARGET_DIR:-target}/release/zoo" "$dir/zoo"; strip "$dir/zoo"
+  # The hook's effect where the linker sees all code at once.
+  for lto in off thin fat; do
+    CARGO_PROFILE_RELEASE_LTO=$lto CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/lto-$lto \
+      collect "linked-$lto-" --release -p memory-compiler --features cuda,cudarc/dynamic-linking \
+      --test hook_cuda
+  done
+  CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/lto-off \
+    collect linked-debug- -p memory-compiler --features cuda,cudarc/dynamic-linking --test hook_cuda
+  ls -l "$dir"
+}
+
+rows=()
+failed=0
+row() { rows+=("$(printf '%-44s %-7s %6ss  %s' "$1" "$2" "$3" "$4")"); [ "$2" != FAILED ] || failed=1; }
+
+# try NAME COMMAND…: runs, logs, and adds a row.
+try() {
+  local name=$1 log began code state=ok; shift
+  log=$logs/$(tr -c 'A-Za-z0-9\n' '_' <<<"$name").log
+  began=$SECONDS
+  timeout "${LIMIT:-300}" "$@" >"$log" 2>&1; code=$?
+  local said; said=$(grep -aE '^test result|ERROR SUMMARY' "$log" | tail -1 | cut -c1-60)
+  grep -aq SKIPPED "$log" && state=skipped
+  if [ $code != 0 ]; then state=FAILED; said="code $code $said"; echo "== $name"; tail -n 40 "$log"; fi
+  row "$name" $state $((SECONDS - began)) "$said"
+}
+
+tests() {
+  for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
+  for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1; done
+  for binary in "$dir"/linked-*; do
+    try "${binary##*/}" env MEMORY_COMPILER_LINKED=1 "$binary"
+  done
+  # The table of scenarios, the recorded traces and the injected faults, with the GPU for `Host`.
+  for name in scenarios traces faults; do
+    try "$name on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-$name" --test-threads=4
+  done
+}
+
+memcheck() {
+  local checker; checker=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  for name in a_recorded_and_a_replayed a_tensor_that_another_thread; do
+    try "memcheck $name" "$checker" --tool memcheck --error-exitcode 9 "$dir/candle-cuda" "$name"
+  done
+  try "memcheck the device" "$checker" --tool memcheck --error-exitcode 9 \
+    "$dir/core-device_cuda" a_compiler_replays
+}
+
+# model size batch steps, as in the table of the issue.
+zoo() {
+  local table=$logs/zoo.txt bare=; : >"$table"
+  while read -r model size batch steps; do
+    local began=$SECONDS code
+    timeout "${LIMIT:-300}" "$dir/zoo" --compare --model "$model" --size "$size" --batch "$batch" \
+      --steps "$steps" $bare >"$logs/zoo_$model.log" 2>&1; code=$?
+    tee -a "$table" <"$logs/zoo_$model.log"
+    [ $code = 0 ] && state=ok || state=FAILED
+    row "zoo $model $size b$batch" $state $((SECONDS - began)) "code $code"
+    bare=--bare
+  done <<<"${ZOO:-sd15 512 2 16
+sd15 640x448 2 16
+sd15 256 1 16
+sdxl 768 1 16
+vae 512 1 8
+sdxl 1024 2 8
+sd3 1024 2 4
+flux 1024 1 4
+z-image 1024 1 4}"
+}
+
+case $verb in
+  build) build ;;
+  run)
+    logs=${OUT:-$dir/logs}; mkdir -p "$logs"
+    for part in "${@:-all}"; do
+      case $part in
+        tests|memcheck|zoo) $part ;;
+        all) tests; memcheck; zoo ;;
+        *) usage ;;
+      esac
+    done
+    printf '\n%s\n' "${rows[@]}"
+    [ $failed = 0 ] && echo "all of it passed" || echo "something FAILED"
+    exit $failed ;;
+  *) usage ;;
+esac
