@@ -5,7 +5,7 @@
 #   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
 #   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, memcheck or zoo, else all
 #
-# Logs go to ${OUT:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
+# Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
 set -uo pipefail
 
 usage() { sed -n '2,9p' "$0" >&2; exit 2; }
@@ -33,11 +33,13 @@ build() {
     done
   }
   # One command a package: Candle links the driver, the crate alone loads it.
-  collect core- --release -p memory-compiler --features cuda \
-    --test device_cuda --test hook_cuda --test scenarios --test traces --test faults
-  collect candle- --release -p memory-compiler-candle --features cuda \
-    --test cuda --test cuda_without_the_line
-  cargo build --release -p memory-compiler-models --features zoo --bin zoo
+  collect core- -p memory-compiler --features cuda \
+    --test device_cuda --test hook_cuda --test scenarios
+  # Together, so that Candle's kernels are compiled once.
+  local candle=(--release -p memory-compiler-candle -p memory-compiler-models
+    --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
+  collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
+  cargo build "${candle[@]}" --bin zoo
   cp "${CARGO_TARGET_DIR:-target}/release/zoo" "$dir/zoo"; strip "$dir/zoo"
   # The hook's effect where the linker sees all code at once.
   for lto in off thin fat; do
@@ -61,21 +63,21 @@ try() {
   began=$SECONDS
   timeout "${LIMIT:-300}" "$@" >"$log" 2>&1; code=$?
   local said; said=$(grep -aE '^test result|ERROR SUMMARY' "$log" | tail -1 | cut -c1-60)
-  grep -aq SKIPPED "$log" && state=skipped
+  local skipped; skipped=$(grep -ac SKIPPED "$log")
+  [ "$skipped" = 0 ] || said="$said $skipped skipped"
   if [ $code != 0 ]; then state=FAILED; said="code $code $said"; echo "== $name"; tail -n 40 "$log"; fi
   row "$name" $state $((SECONDS - began)) "$said"
 }
 
 tests() {
   for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
-  for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1; done
+  for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1 --nocapture; done
   for binary in "$dir"/linked-*; do
+    [ -e "$binary" ] || continue
     try "${binary##*/}" env MEMORY_COMPILER_LINKED=1 "$binary"
   done
-  # The table of scenarios, the recorded traces and the injected faults, with the GPU for `Host`.
-  for name in scenarios traces faults; do
-    try "$name on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-$name" --test-threads=4
-  done
+  # The table of scenarios with the GPU in the place of `Host`.
+  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4
 }
 
 memcheck() {
@@ -87,32 +89,32 @@ memcheck() {
     "$dir/core-device_cuda" a_compiler_replays
 }
 
-# model size batch steps, as in the table of the issue.
+# model size batch steps rounds: the table of the issue. With several GPUs only the first is shown.
 zoo() {
   local table=$logs/zoo.txt bare=; : >"$table"
-  while read -r model size batch steps; do
-    local began=$SECONDS code
-    timeout "${LIMIT:-300}" "$dir/zoo" --compare --model "$model" --size "$size" --batch "$batch" \
-      --steps "$steps" $bare >"$logs/zoo_$model.log" 2>&1; code=$?
-    tee -a "$table" <"$logs/zoo_$model.log"
-    [ $code = 0 ] && state=ok || state=FAILED
+  while read -r model size batch steps rounds; do
+    local began=$SECONDS state=ok code
+    CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo" --compare --model "$model" --size "$size" \
+      --batch "$batch" --steps "$steps" --rounds "$rounds" $bare >>"$table" 2>&1; code=$?
+    [ $code = 0 ] || state=FAILED
     row "zoo $model $size b$batch" $state $((SECONDS - began)) "code $code"
     bare=--bare
-  done <<<"${ZOO:-sd15 512 2 16
-sd15 640x448 2 16
-sd15 256 1 16
-sdxl 768 1 16
-vae 512 1 8
-sdxl 1024 2 8
-sd3 1024 2 4
-flux 1024 1 4
-z-image 1024 1 4}"
+  done <<<"${ZOO:-sd15 512 2 16 3
+sd15 640x448 2 16 3
+sd15 256 1 16 8
+sdxl 768 1 8 3
+vae 512 1 8 3
+sdxl 1024 2 6 2
+sd3 1024 2 3 2
+flux 1024 1 3 2
+z-image 1024 1 3 2}"
+  cat "$table"
 }
 
 case $verb in
   build) build ;;
   run)
-    logs=${OUT:-$dir/logs}; mkdir -p "$logs"
+    logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
     for part in "${@:-all}"; do
       case $part in
         tests|memcheck|zoo) $part ;;

@@ -34,8 +34,8 @@
 //! claims fails with `NOT_INITIALIZED`, and [`check`] refuses. Other processors need nothing special;
 //! only `x86_64` has been tried.
 //!
-//! During the capture of a CUDA graph a free from another stream cannot be fenced; such a free waits for
-//! the device instead, which the capture may refuse.
+//! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
+//! may free its buffers.
 //!
 //! May import: `current`, `device`, `error`, `units`.
 
