@@ -16,36 +16,10 @@ use crate::engine::{Allocation, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::hook::host::SMALLEST_THRESHOLD;
+use crate::options::Options;
 use crate::stats::{Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
-
-/// How a compiler works. `..Options::default()` for the rest.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
-    /// A graph break is an error, from the second run of a step's name on.
-    pub strict: bool,
-    /// Most physical bytes that the compiler may own; `None` for what the device has.
-    pub budget: Option<Bytes>,
-    /// The smallest buffer that the CPU hook serves; at least
-    /// [`SMALLEST_THRESHOLD`](crate::hook::host::SMALLEST_THRESHOLD). Smaller ones are many and cost
-    /// little where they are.
-    pub threshold: Bytes,
-    /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
-    /// make it smaller where the system refuses (`ulimit -v`, valgrind).
-    pub address_space: Bytes,
-}
-
-impl Default for Options {
-    /// Not strict, no budget, a threshold of 16 KiB, 256 GiB of addresses.
-    fn default() -> Self {
-        Self {
-            strict: false,
-            budget: None,
-            threshold: Bytes::kib(16),
-            address_space: Bytes::gib(256),
-        }
-    }
-}
+use crate::validate::{self, Fault};
 
 /// Records steps and replays them; see the [crate documentation](crate).
 ///
@@ -109,7 +83,7 @@ impl Compiler {
             engine: Some(Box::new(Engine::new(
                 shared,
                 arena,
-                options.strict,
+                &options,
                 host_threshold,
             ))),
             serial: 0,
@@ -415,6 +389,14 @@ impl Snapshot {
             frames: engine.frames(),
             live: engine.live(),
         }
+    }
+
+    /// Checks that no two live buffers share a byte of a frame; quadratic.
+    ///
+    /// # Errors
+    /// The first [`Fault`] found, which is a bug of the compiler.
+    pub fn validate(&self) -> Result<(), Fault> {
+        validate::disjoint(&self.live, self.granule, |page| self.frame_at(page))
     }
 
     /// The frame under an address.

@@ -16,8 +16,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Arc, PoisonError, RwLock, TryLockError};
 
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, Engine, OnError, Shared};
@@ -32,6 +32,8 @@ thread_local! {
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static BUSY: Cell<u32> = const { Cell::new(0) };
     static PROBE: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread holds the registry's lock for writing: what is freed then is the registry's.
+    static REGISTERING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Engines that own addresses; never dropped.
@@ -59,16 +61,21 @@ impl Drop for Bookkeeping {
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
-    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
-    registry.push(Arc::clone(shared));
+    change_registry(|registry| registry.push(Arc::clone(shared)));
     LOWEST.fetch_min(shared.base.0, Ordering::Release);
     HIGHEST.fetch_max(shared.base.0 + shared.size.0, Ordering::Release);
 }
 
 /// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
 fn deregister(shared: &Arc<Shared>) {
-    let mut registry = REGISTRY.write().unwrap_or_else(PoisonError::into_inner);
-    registry.retain(|other| !Arc::ptr_eq(other, shared));
+    change_registry(|registry| registry.retain(|other| !Arc::ptr_eq(other, shared)));
+}
+
+fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
+    let _bookkeeping = Bookkeeping::begin();
+    REGISTERING.set(true);
+    change(&mut REGISTRY.write().unwrap_or_else(PoisonError::into_inner));
+    REGISTERING.set(false);
 }
 
 fn owner(address: Address) -> Option<Arc<Shared>> {
@@ -82,7 +89,9 @@ fn owner(address: Address) -> Option<Arc<Shared>> {
 /// Whether any compiler may own the address.
 #[inline]
 pub(crate) fn may_own(address: Address) -> bool {
-    address.0 >= LOWEST.load(Ordering::Relaxed) && address.0 < HIGHEST.load(Ordering::Relaxed)
+    address.0 >= LOWEST.load(Ordering::Relaxed)
+        && address.0 < HIGHEST.load(Ordering::Relaxed)
+        && !REGISTERING.get()
 }
 
 /// Makes an engine the innermost one of this thread.
@@ -120,11 +129,6 @@ pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
             .last_mut()
             .map(|engine| f(engine))
     })
-}
-
-/// Whether the compiler itself is at work on this thread.
-pub(crate) fn is_busy() -> bool {
-    BUSY.get() > 0
 }
 
 /// Serves an allocation of host memory from the innermost step of this thread that has any to give;
@@ -197,7 +201,7 @@ pub(crate) fn fail_step(serial: u64, error: Error) {
 
 /// Whether a compiler owns the address.
 pub(crate) fn owns(address: Address) -> bool {
-    may_own(address) && !is_busy() && owner(address).is_some()
+    may_own(address) && owner(address).is_some()
 }
 
 /// Finds out whether this thread's allocations come past the CPU hook.
@@ -325,14 +329,31 @@ pub(crate) fn orphan(mut engine: Box<Engine>) {
 }
 
 /// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
+///
+/// Never waits: whoever holds the engine looks again after letting go of it, and the fences order that
+/// look behind every free whose thread found the engine held. So a free that comes out of the engine's
+/// own work (a logger's buffer, say) cannot wait for itself.
 fn reap(shared: &Arc<Shared>) {
-    let mut orphan = shared.orphan.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(engine) = &mut *orphan else { return };
-    engine.drain();
-    if engine.live_count() == 0 {
-        deregister(shared);
-        let engine = orphan.take();
+    loop {
+        fence(Ordering::SeqCst);
+        let mut orphan = match shared.orphan.try_lock() {
+            Ok(orphan) => orphan,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let Some(engine) = &mut *orphan else { return };
+        engine.drain();
+        if engine.live_count() == 0 {
+            deregister(shared);
+            let engine = orphan.take();
+            drop(orphan);
+            drop(engine);
+            return;
+        }
         drop(orphan);
-        drop(engine);
+        fence(Ordering::SeqCst);
+        if !shared.has_frees() {
+            return;
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Records the allocations of a repeated inference step once and replays them.
+#![doc = include_str!("../README.md")]
 
 pub mod device;
 pub mod hook;
@@ -14,14 +14,16 @@ mod engine;
 mod error;
 mod graph;
 mod mix;
+mod options;
 mod pages;
 mod placer;
 mod scopes;
 mod stats;
 
-pub use compiler::{Compiler, Options, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
+pub use compiler::{Compiler, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
 pub use current::{free, free_on};
 pub use engine::Allocation;
 pub use error::{BadFree, Error, Expected};
+pub use options::Options;
 pub use stats::{BranchStats, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};

@@ -183,15 +183,36 @@ impl Scopes {
         self.context = mix::chain(self.context, len);
     }
 
+    /// Keeps the counters of which `keep` holds, and returns the new number of each. No scope is open.
+    pub fn retain_counters(&mut self, keep: impl Fn(u32) -> bool) -> HashMap<u32, u32, MixBuild> {
+        let mut new = HashMap::default();
+        let mut path_of = Vec::new();
+        self.counter_of.retain(|_, counter| keep(*counter));
+        for counter in self.counter_of.values_mut() {
+            path_of.push(self.path_of[*counter as usize]);
+            let number = path_of.len() as u32 - 1;
+            new.insert(std::mem::replace(counter, number), number);
+        }
+        self.counter_of.shrink_to_fit();
+        self.counters = vec![Counter::default(); path_of.len()];
+        self.path_of = path_of;
+        new
+    }
+
     /// A graph break began in the innermost scope.
     pub fn add_break(&mut self) {
         let path = self.stack.last().expect("a step is open").path;
         self.nodes[path as usize].breaks += 1;
     }
 
-    /// A position was found to survive.
-    pub fn add_survivor(&mut self, position: Position) {
-        self.nodes[self.path_of[position.0 as usize] as usize].survivor_positions += 1;
+    /// A position was found to survive; returns the number of its step's name.
+    pub fn add_survivor(&mut self, position: Position) -> u32 {
+        let mut path = self.path_of[position.0 as usize];
+        self.nodes[path as usize].survivor_positions += 1;
+        while let Some(parent) = self.nodes[path as usize].parent {
+            path = parent;
+        }
+        path
     }
 
     /// Path of the innermost open scope: `step/down.0/attention`.

@@ -28,6 +28,8 @@ pub struct Stats {
     pub states: u64,
     /// Edges in the step graph.
     pub edges: u64,
+    /// Edges that were forgotten because there were more than `Options::edge_limit`.
+    pub edges_forgotten: u64,
     /// Steps begun.
     pub steps: u64,
     /// Graph breaks of the step that is active, or of the last one.
@@ -76,6 +78,8 @@ pub struct BranchStats {
     pub name: String,
     /// Allocations in it.
     pub allocs: u64,
+    /// Allocations and frees in the last run.
+    pub events: u64,
     /// Runs that took it.
     pub runs: u64,
     /// Runs that took it from its tape alone.
@@ -133,16 +137,16 @@ impl fmt::Display for Stats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>10} {:>11}",
-            "branch", "allocs", "runs", "replays", "breaks", "driver calls", "peak", "time a run"
+            "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>11} {:>11}",
+            "branch", "events", "runs", "replays", "breaks", "driver calls", "peak", "time a run"
         )?;
         for branch in &self.branches {
             let mean = branch.time.as_secs_f64() * 1e3 / branch.runs.max(1) as f64;
             writeln!(
                 f,
-                "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>10} {:>8.2} ms",
+                "{:<16} {:>7} {:>7} {:>8} {:>7} {:>12} {:>11} {:>8.2} ms",
                 branch.name,
-                branch.allocs,
+                branch.events,
                 branch.runs,
                 branch.replays,
                 branch.breaks,
@@ -174,6 +178,10 @@ impl fmt::Display for Stats {
             (self.bad_scopes, "scopes closed out of order"),
             (self.aborts, "steps aborted"),
             (self.passed_through, "large buffers passed through"),
+            (
+                self.edges_forgotten,
+                "edges forgotten (Options::edge_limit)",
+            ),
         ] {
             if count > 0 {
                 write!(f, "\n{count} {what}")?;

@@ -157,7 +157,7 @@ impl Trace {
             .count()
     }
 
-    /// L: the most bytes live at once, each size rounded up to 512 B.
+    /// L: the most bytes live at once, each size rounded up to 512 B. Meaningless beyond 2^64 bytes.
     #[must_use]
     pub fn live_peak(&self) -> Bytes {
         let mut sizes = std::collections::HashMap::new();
@@ -165,12 +165,14 @@ impl Trace {
         for event in &self.events {
             match event {
                 Event::Alloc { buffer, size } => {
-                    let size = size.0.next_multiple_of(ALIGNMENT.0);
+                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(*size).0;
                     sizes.insert(*buffer, size);
-                    live += size;
+                    live = u64::saturating_add(live, size);
                     peak = peak.max(live);
                 }
-                Event::Free { buffer } => live -= sizes.remove(buffer).unwrap_or(0),
+                Event::Free { buffer } => {
+                    live = u64::saturating_sub(live, sizes.remove(buffer).unwrap_or(0));
+                }
                 Event::Enter(_) | Event::Leave => {}
             }
         }

@@ -91,13 +91,18 @@ fn a_survivor_in_the_way_moves_the_edge_once() {
     run.finish();
 
     let mut addresses = Vec::new();
-    for breaks in [1, 0, 0] {
+    for recorded in [1, 0, 0] {
         let mut run = pair.begin("step");
         let moved = run.here(8 * MIB);
         assert_ne!(moved, kept);
         addresses.push(moved);
         run.free(moved, true);
-        assert_eq!(run.finish().breaks, breaks);
+        let report = run.finish();
+        assert_eq!(
+            (report.recorded, report.breaks),
+            (recorded, 0),
+            "no break: the step went its way"
+        );
     }
     pair.free_on_thread(kept);
     let mut run = pair.begin("step");
@@ -305,6 +310,34 @@ fn a_strict_break_names_a_size_that_is_recorded_in_its_state() {
     step.free(b).expect("live");
     assert_eq!(refused(24 * MIB), Expected::End);
     step.finish().expect("the step ends well");
+}
+
+#[test]
+fn a_strict_step_may_learn_its_survivors_but_not_break() {
+    let options = Options {
+        strict: true,
+        ..Options::default()
+    };
+    let mut pair = Pair::new(GRANULE, options);
+    let mut kept = Vec::new();
+    for _ in 0..6 {
+        let mut run = pair.begin("step");
+        let temporary = run.here(8 * MIB);
+        run.free(temporary, true);
+        let output = run.here(8 * MIB);
+        let tail = run.here(4 * MIB);
+        run.free(tail, true);
+        kept.push(output);
+        if kept.len() > 1 {
+            let old = kept.remove(0);
+            run.free(old, true);
+        }
+        assert_eq!(run.finish().breaks, 0);
+    }
+    let mut run = pair.begin("step");
+    assert_eq!(run.alloc(16 * MIB).0, Expect::Refused);
+    run.finish();
+    pair.end();
 }
 
 #[test]

@@ -78,3 +78,95 @@ fn ten_thousand_states_with_their_edges_and_tape_cost_at_most_4_mb_and_do_not_gr
     }
     assert!(LIVE.load(Ordering::Relaxed) <= before);
 }
+
+/// Sizes that drift for ever, an output that outlives its step, and now and then the same small step,
+/// which must go on replaying. The books rise and fall with what is forgotten; they must not grow.
+#[test]
+#[ignore = "shares the counter with the other test: run by the test below, in a process of its own"]
+fn drifting_in_a_process_of_its_own() {
+    const STEPS: u64 = 100_000;
+    let device = Arc::new(Host::new(Bytes::kib(64)).unwrap());
+    let options = Options {
+        edge_limit: 2_000,
+        ..Options::default()
+    };
+    let mut compiler = Compiler::new(device, options).unwrap();
+    let mut output = None;
+    let mut steady = Vec::new();
+    let (mut after_warm_up, mut most) = (0, 0);
+    for n in 0..STEPS {
+        let drift = 520 * n;
+        let step = compiler.begin("drift").unwrap();
+        let live: Vec<Address> = (1..6)
+            .map(
+                |i| match step.alloc(Bytes(20_000 * i + drift % 4_000_000)).unwrap() {
+                    Allocation::Here(at) => at,
+                    Allocation::Elsewhere => panic!("not served"),
+                },
+            )
+            .collect();
+        let Allocation::Here(new) = step.alloc(Bytes(50_000)).unwrap() else {
+            panic!()
+        };
+        if let Some(old) = output.replace(new) {
+            step.free(old).unwrap();
+        }
+        live.iter().for_each(|&at| step.free(at).unwrap());
+        step.finish().unwrap();
+        if n % 20 == 0 {
+            let step = compiler.begin("steady").unwrap();
+            let Allocation::Here(at) = step.alloc(Bytes::kib(300)).unwrap() else {
+                panic!()
+            };
+            step.free(at).unwrap();
+            steady.push(step.finish().unwrap().breaks);
+        }
+        if n % 1_000 == 0 {
+            let books = LIVE.load(Ordering::Relaxed);
+            most = most.max(books);
+            if n == STEPS * 3 / 10 {
+                after_warm_up = most;
+            }
+        }
+    }
+    let stats = compiler.stats();
+    println!(
+        "books at most {most} bytes, {after_warm_up} after three tenths; {} edges of {} forgotten, held {}",
+        stats.edges_forgotten, stats.recorded_total, stats.held
+    );
+    assert!(
+        stats.edges <= 2_000 && stats.edges_forgotten > 100_000,
+        "{stats}"
+    );
+    assert!(
+        most <= after_warm_up + after_warm_up / 10,
+        "{most} bytes after {after_warm_up}"
+    );
+    assert!(stats.held <= Bytes::mib(40), "{stats}");
+    assert!(
+        steady.iter().all(|&breaks| breaks == 0),
+        "what repeats was forgotten"
+    );
+}
+
+#[test]
+fn a_hundred_thousand_steps_of_drifting_sizes_leave_the_books_flat() {
+    let this = std::env::current_exe().unwrap();
+    let child = std::process::Command::new(this)
+        .args([
+            "--exact",
+            "drifting_in_a_process_of_its_own",
+            "--ignored",
+            "--nocapture",
+        ])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(
+        child.status.success(),
+        "{said}{}",
+        String::from_utf8_lossy(&child.stderr)
+    );
+    assert!(said.contains("1 passed"), "{said}");
+    print!("{said}");
+}

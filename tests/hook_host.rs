@@ -435,3 +435,55 @@ fn a_thread_that_ends_frees_its_buffers_in_its_thread_local_destructors() {
     .unwrap();
     assert!(device.is_empty());
 }
+
+/// A subscriber that lets go of a buffer at the first event that it hears.
+struct Dropping(Mutex<Option<Vec<u8>>>);
+
+impl tracing::Subscriber for Dropping {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, _: &tracing::Event<'_>) {
+        drop(self.0.lock().unwrap().take());
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_buffer_that_is_freed_from_within_the_compilers_own_work_finds_its_owner() {
+    use memory_compiler::device::adaptor::{Failing, Repeat};
+    use memory_compiler::device::{Call, DeviceError};
+
+    // The last buffer of a compiler that is gone, held by the subscriber.
+    let (device, mut gone) = compiler();
+    let last = gone.step(|| Ok::<_, Error>(filled(64 * KIB, 1))).unwrap();
+    drop(gone);
+    assert!(!device.is_empty());
+    let subscriber = Dropping(Mutex::new(Some(last)));
+    tracing::subscriber::with_default(subscriber, || {
+        // A compiler whose device refuses to take its memory back: it says so while it goes.
+        let failing = Arc::new(Failing::new(Host::new(Bytes::kib(4)).unwrap()));
+        let mut compiler =
+            Compiler::new(Arc::clone(&failing) as Arc<dyn Device>, Options::default()).unwrap();
+        compiler
+            .step(|| {
+                drop(filled(64 * KIB, 1));
+                Ok::<_, Error>(())
+            })
+            .unwrap();
+        let refused = DeviceError::Driver {
+            call: Call::Unmap,
+            code: 1,
+        };
+        failing.fail_call_at(Call::Unmap, 0, refused, Repeat::Once);
+        drop(compiler);
+        assert_eq!(failing.failures(), 1);
+    });
+    assert!(device.is_empty(), "the buffer went back where it came from");
+}

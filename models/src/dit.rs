@@ -1,16 +1,18 @@
 //! A diffusion transformer (Peebles and Xie 2022, <https://arxiv.org/abs/2212.09748>).
 //!
 //! ```text
-//!   28×28 ──patches of 4×4──► 49 tokens ── block.0 … block.4 ── head ──► 28×28
+//!   28×28 ──patches of 4×4──► 49 tokens ── block.0 … block.4 ── head ──► 28×28 ── smooth ──► 28×28
 //! ```
 //!
 //! Every block is attention and an MLP, each between an adaLN-zero modulation: time and digit give
 //! the shift and scale in front and the gate behind. All gates start at zero, so an untrained
-//! block is the identity.
+//! block is the identity. Patches are predicted apart and would show their borders, so that, as in
+//! U-ViT (Bao et al. 2022, <https://arxiv.org/abs/2209.12152>), 3×3 convolutions have the last word.
 
 use crate::{
     Denoiser, IMAGE_SIDE,
     attention::SelfAttention,
+    conv::Conv3x3,
     embedding::Conditioning,
     layers::{Linear, normalise_last, spread},
 };
@@ -32,6 +34,9 @@ const HEADS: usize = 4;
 /// Blocks.
 const DEPTH: usize = 5;
 
+/// Channels of the convolutions at the end.
+const SMOOTH: usize = 16;
+
 /// Width of the MLP's middle, in tokens' widths.
 const MLP_RATIO: usize = 3;
 
@@ -45,6 +50,7 @@ pub struct Dit {
     blocks: Vec<Block>,
     head_modulation: Linear,
     head: Linear,
+    smooth: Smooth,
 }
 
 impl Dit {
@@ -59,6 +65,7 @@ impl Dit {
                 .collect::<Result<_>>()?,
             head_modulation: Linear::zeroed(WIDTH, 2 * WIDTH, vb.pp("head_modulation"))?,
             head: Linear::zeroed(WIDTH, PATCH * PATCH, vb.pp("head"))?,
+            smooth: Smooth::new(vb.pp("smooth"))?,
         })
     }
 }
@@ -77,9 +84,13 @@ impl Denoiser for Dit {
             let _scope = memory_compiler::scope(&format!("block.{index}"));
             x = block.forward(&x, &condition)?;
         }
-        let _scope = memory_compiler::scope("head");
-        let parts = modulation(&self.head_modulation, &condition, 2)?;
-        unpatchify(&modulate(&x, &parts[0], &parts[1])?.apply(&self.head)?)
+        let patched = {
+            let _scope = memory_compiler::scope("head");
+            let parts = modulation(&self.head_modulation, &condition, 2)?;
+            unpatchify(&modulate(&x, &parts[0], &parts[1])?.apply(&self.head)?)?
+        };
+        let _scope = memory_compiler::scope("smooth");
+        self.smooth.forward(latents, &patched, &condition)
     }
 }
 
@@ -114,6 +125,43 @@ impl Block {
             .silu()?
             .apply(&self.mlp_out)?;
         x + (thought * spread(&parts[5], GRID * GRID)?)?
+    }
+}
+
+/// Corrects a prediction made of patches, pixel by pixel.
+#[derive(Clone, Debug)]
+struct Smooth {
+    first: Conv3x3,
+    condition: Linear,
+    second: Conv3x3,
+    last: Conv3x3,
+}
+
+impl Smooth {
+    fn new(vb: VarBuilder) -> Result<Self> {
+        Ok(Self {
+            first: Conv3x3::new(2, SMOOTH, vb.pp("first"))?,
+            condition: Linear::zeroed(WIDTH, 2 * SMOOTH, vb.pp("condition"))?,
+            second: Conv3x3::new(SMOOTH, SMOOTH, vb.pp("second"))?,
+            last: Conv3x3::zeroed(SMOOTH, 1, vb.pp("last"))?,
+        })
+    }
+
+    fn forward(&self, latents: &Tensor, patched: &Tensor, condition: &Tensor) -> Result<Tensor> {
+        let scale_shift = condition
+            .apply(&self.condition)?
+            .unsqueeze(D::Minus1)?
+            .unsqueeze(D::Minus1)?
+            .chunk(2, 1)?;
+        let correction = Tensor::cat(&[latents, patched], 1)?
+            .apply(&self.first)?
+            .broadcast_mul(&(&scale_shift[0] + 1.0)?)?
+            .broadcast_add(&scale_shift[1])?
+            .silu()?
+            .apply(&self.second)?
+            .silu()?
+            .apply(&self.last)?;
+        patched + correction
     }
 }
 

@@ -12,11 +12,13 @@
 //!   [`embedding`] and [`attention`] are the parts that they share.
 //! - [`weights`]: loading (embedded or from a file) and saving.
 //! - [`schedule`], [`sampler`]: the noise schedule and the three ways down it.
-//! - [`run`]: one sampling run with classifier-free guidance; memory plugs in as a [`run::Stepper`].
+//! - [`run`]: one sampling run with classifier-free guidance; memory plugs in as a [`run::Stepper`],
+//!   and [`compiled`] is the one with a memory compiler behind it.
 //! - [`digits`], [`training`]: the data and the loop that made the weights.
 //! - [`sheet`]: images as one PNG.
 
 pub mod attention;
+pub mod compiled;
 pub mod conv;
 pub mod digits;
 pub mod dit;

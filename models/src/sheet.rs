@@ -10,19 +10,23 @@ const ZOOM: usize = 3;
 /// Black pixels between images.
 const GAP: usize = 4;
 
-/// Checks that a file can be written at `path`, before hours are spent on its content. Creates the
-/// file when there is none; leaves what is in it alone.
+/// Checks that a file can be written at `path`, before hours are spent on its content. Leaves a file
+/// that is there alone, and no file where there was none.
 pub fn check_writable(path: &Path) -> Result<()> {
-    OpenOptions::new()
+    let is_new = !path.exists();
+    let opened = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
-        .open(path)
-        .map(drop)
-        .map_err(|error| Error::Write {
-            path: path.to_path_buf(),
-            why: error.to_string(),
-        })
+        .open(path);
+    let checked = opened.and_then(|_| match is_new {
+        true => std::fs::remove_file(path),
+        false => Ok(()),
+    });
+    checked.map_err(|error| Error::Write {
+        path: path.to_path_buf(),
+        why: error.to_string(),
+    })
 }
 
 /// Writes `(count, 1, 28, 28)` images from −1..1, `columns` in a row, column by column first.

@@ -8,6 +8,7 @@
 //!             another tape, or a new edge over placer and arena                  (record.rs)
 //!
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
+//!   a limit to what is remembered                                               (forget.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -18,6 +19,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod forget;
 mod record;
 mod shared;
 mod steps;
@@ -37,6 +39,7 @@ use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
 use crate::graph::{Graph, Kind};
 use crate::mix::MixBuild;
+use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::scopes::{Position, Scopes};
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -83,6 +86,7 @@ pub(crate) struct Totals {
     pub replayed: u64,
     pub breaks: u64,
     pub obstructed: u64,
+    pub forgotten: u64,
     pub passed_through: u64,
     pub bad_frees: u64,
     pub bad_scopes: u64,
@@ -127,9 +131,10 @@ pub(crate) struct Engine {
     /// Grows when an entry of a tape may have become unsafe to follow.
     epoch: u64,
     seen_trims: u64,
-    /// First edge of the break that is going on.
-    break_from: Option<u32>,
+    /// The run of recorded allocations that is going on.
+    recording: Option<Recording>,
     strict: bool,
+    edge_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -144,11 +149,21 @@ pub(crate) struct Engine {
     totals: Totals,
 }
 
+/// A run of recorded allocations; it ends at the first one that an older edge answers.
+#[derive(Clone, Copy, Debug)]
+struct Recording {
+    first_edge: u32,
+    /// Whether it is a graph break: not in a step that records for the first time, or again after
+    /// survivors were learnt, and not where a survivor of an earlier step is in the way.
+    is_break: bool,
+}
+
 /// A step that is going on.
 #[derive(Debug)]
 struct Active {
     name: u32,
-    /// Whether a step of this name has finished before: breaks count, and strict applies.
+    /// Whether a step of this name has finished and no survivor of it was learnt since: breaks count,
+    /// and strict applies.
     graded: bool,
     began: Instant,
     calls_before: u64,
@@ -156,7 +171,12 @@ struct Active {
 }
 
 impl Engine {
-    pub fn new(shared: Arc<Shared>, arena: Arena, strict: bool, host_threshold: Bytes) -> Self {
+    pub fn new(
+        shared: Arc<Shared>,
+        arena: Arena,
+        options: &Options,
+        host_threshold: Bytes,
+    ) -> Self {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
@@ -184,8 +204,9 @@ impl Engine {
             survivors: HashSet::default(),
             epoch: 1,
             seen_trims: 0,
-            break_from: None,
-            strict,
+            recording: None,
+            strict: options.strict,
+            edge_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),

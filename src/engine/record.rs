@@ -1,6 +1,6 @@
 //! The slow path of an allocation: everything but the next tape entry.
 
-use super::{Allocation, Engine, OnError};
+use super::{Allocation, Engine, OnError, Recording};
 use crate::error::{Error, Expected};
 use crate::graph::Kind;
 use crate::graph::tape::{Entry, SURVIVOR};
@@ -60,9 +60,11 @@ impl Engine {
             }
             obstructed = Some(edge);
         }
-        if self.active.as_ref().is_some_and(|active| active.graded)
-            && (self.strict || self.scopes.is_strict())
-        {
+        let is_break = obstructed.is_none()
+            && self
+                .recording
+                .map_or(self.is_graded(), |recording| recording.is_break);
+        if is_break && (self.strict || self.scopes.is_strict()) {
             let error = Error::Strict {
                 scope: self.scopes.path(),
                 event: self.step.events,
@@ -77,6 +79,10 @@ impl Engine {
             return self.serve_survivor(len, position);
         }
         self.record(len, position, obstructed)
+    }
+
+    fn is_graded(&self) -> bool {
+        self.active.as_ref().is_some_and(|active| active.graded)
     }
 
     /// What is recorded at this place, for the error of a strict break.
@@ -162,8 +168,11 @@ impl Engine {
 
     /// Serves from a recorded edge, and goes on with the tape that it was last seen on.
     fn take_edge(&mut self, edge: u32, position: Position) -> Allocation {
-        if self.break_from.is_some_and(|first| edge < first) {
-            self.break_from = None;
+        if self
+            .recording
+            .is_some_and(|recording| edge < recording.first_edge)
+        {
+            self.recording = None;
         }
         let number = self.graph.edges[edge as usize].placement;
         let slot = self.graph.placements[number as usize].slot;
@@ -201,9 +210,13 @@ impl Engine {
             .placer
             .mention(self.graph.placements[number as usize].place);
         let edge = self.graph.add_edge(self.hash, number);
-        if self.break_from.is_none() {
-            self.break_from = Some(edge);
-            if self.active.as_ref().is_some_and(|active| active.graded) {
+        if self.recording.is_none() {
+            let is_break = self.is_graded() && obstructed.is_none();
+            self.recording = Some(Recording {
+                first_edge: edge,
+                is_break,
+            });
+            if is_break {
                 self.step.breaks += 1;
                 self.totals.breaks += 1;
                 self.scopes.add_break();

@@ -7,6 +7,7 @@ use super::{Active, Counts, Engine};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::SURVIVOR;
+use crate::placer::NO_FRAME;
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -27,11 +28,12 @@ impl Engine {
         }
         (self.young_count, self.young_len) = (0, 0);
         self.settle_survivors();
+        self.forget_oldest();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
         self.step = Counts::default();
         self.totals.steps += 1;
-        self.break_from = None;
+        self.recording = None;
         self.check_tapes(name);
         let branch = self.tapes.last_of(name);
         self.tapes.begin(
@@ -78,7 +80,9 @@ impl Engine {
             self.outside_count += 1;
             self.obstacles += 1;
             if !self.last_aborted && self.survivors.insert(position) {
-                self.scopes.add_survivor(position);
+                // The next run of that name goes another way, and records it.
+                let name = self.scopes.add_survivor(position);
+                self.finished.remove(&name);
                 found = true;
             }
         }
@@ -154,6 +158,8 @@ impl Engine {
         }
         self.last_aborted = false;
         self.finished.insert(active.name);
+        #[cfg(debug_assertions)]
+        self.validate();
         let safe = self.obstacles == 0 && !self.arena.is_trimmed() && self.step.recorded == 0;
         let (at, replayed) = self.tapes.end(active.name, self.serial);
         let epoch = self.epoch;
@@ -168,6 +174,7 @@ impl Engine {
             }
         }
         branch.last_run = self.serial;
+        branch.events = self.step.events;
         branch.runs += 1;
         branch.replays += u64::from(replayed);
         branch.breaks += self.step.breaks;
@@ -177,6 +184,20 @@ impl Engine {
         branch.peak = self.step.peak;
         branch.time += active.began.elapsed();
         Ok(report)
+    }
+
+    /// Has the independent validator look at what is live, where that is little.
+    #[cfg(debug_assertions)]
+    fn validate(&self) {
+        let (base, granule) = (self.shared.base, self.arena.granule());
+        let frame_at = |page: Address| {
+            let number = (page.0 - base.0) / granule.0;
+            Some(self.arena.placer.frame_of(number as u32)).filter(|&frame| frame != NO_FRAME)
+        };
+        if self.step.recorded > 0 && self.live * ALIGNMENT.0 < 256 * granule.0 {
+            crate::validate::disjoint(&self.live(), granule, frame_at)
+                .unwrap_or_else(|fault| panic!("{fault}"));
+        }
     }
 
     /// Ends the active step without learning from it. Live buffers stay valid.
@@ -306,7 +327,7 @@ impl Engine {
             .flat_map(|(first, count)| first..first + count);
         pages
             .map(|page| (page, placer.frame_of(page)))
-            .filter(|&(_, frame)| frame != crate::placer::NO_FRAME)
+            .filter(|&(_, frame)| frame != NO_FRAME)
             .collect()
     }
 
@@ -332,6 +353,7 @@ impl Engine {
             granule,
             states: self.graph.state_count(),
             edges: self.graph.edge_count(),
+            edges_forgotten: self.totals.forgotten,
             steps: self.totals.steps,
             breaks_step: report.breaks,
             breaks_total: self.totals.breaks,
@@ -363,6 +385,7 @@ impl Engine {
                 .map(|(at, branch)| BranchStats {
                     name: self.scopes.name(branch.name).to_owned(),
                     allocs: self.tapes.len_of(at) as u64,
+                    events: branch.events,
                     runs: branch.runs,
                     replays: branch.replays,
                     breaks: branch.breaks,

@@ -168,6 +168,16 @@ impl LiveTable {
         self.known[slot as usize] = placement + 1;
     }
 
+    /// Gives placements new numbers. The placer is up to date, so both columns name the same ones.
+    pub fn renumber(&mut self, new: impl Fn(u32) -> u32) {
+        debug_assert!(self.dirty.is_empty());
+        for entry in self.slots.iter_mut().chain(&mut self.known) {
+            if let Some(number) = entry.checked_sub(1) {
+                *entry = new(number) + 1;
+            }
+        }
+    }
+
     /// Placements that are live.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.slots

@@ -131,6 +131,21 @@ impl Graph {
         number
     }
 
+    /// Adds an edge as it was in another graph.
+    pub fn keep_edge(&mut self, state: u128, placement: u32, hint: (u32, u32)) -> u32 {
+        let number = self.add_edge(state, placement);
+        self.edges[number as usize].hint = hint;
+        number
+    }
+
+    /// Adds a placement as it was in another graph.
+    pub fn keep_placement(&mut self, placement: Placement) -> u32 {
+        let number = self.placements.len() as u32;
+        self.placements.push(placement);
+        self.by_place.insert(placement.place, number);
+        number
+    }
+
     /// Takes an edge out of use; its number is not given out again.
     pub fn kill_edge(&mut self, edge: u32) {
         self.edges[edge as usize].dead = true;

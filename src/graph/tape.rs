@@ -54,6 +54,7 @@ pub(crate) struct Branch {
     /// Value of the engine's epoch at which every entry was found safe to follow.
     pub epoch: u64,
     pub last_run: u64,
+    pub events: u64,
     pub runs: u64,
     pub replays: u64,
     pub breaks: u64,

@@ -80,7 +80,6 @@ fn take_back(pointer: *mut u8) -> bool {
     let address = address(pointer);
     // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
     current::may_own(address)
-        && !current::is_busy()
         && match current::free_here(address) {
             Some(_) => true,
             None => current::free_elsewhere(address, None).is_ok(),

@@ -5,8 +5,7 @@
 //! predicts *how* an allocation is answered ([`Expect`]) and accepts any recorded address that is
 //! disjoint, byte of frame by byte of frame, from every live buffer.
 //!
-//! [`pair`] drives an engine and this model side by side, [`program`] makes programs of events.
-//! This folder uses the public API only and shares no code with the engine.
+//! [`pair`] drives an engine and this model side by side; this folder uses the public API only and shares no code with the engine.
 
 #![allow(
     dead_code,
@@ -84,7 +83,8 @@ pub struct Model {
     marked: BTreeSet<Position>,
     finished: BTreeSet<String>,
     clock: u64,
-    run: Option<u64>,
+    /// The break that is going on: when it began, and whether it counts.
+    run: Option<(u64, bool)>,
     pub scopes: Vec<ScopeRun>,
     pub paused: u32,
     aborted: bool,
@@ -105,13 +105,9 @@ impl Model {
 
     /// The live placements of the step.
     pub fn state(&self) -> BTreeSet<Placement> {
-        let in_state = self
-            .live
-            .iter()
-            .filter(|(_, buffer)| buffer.home == Home::InState);
-        in_state
-            .map(|(&address, buffer)| (address, buffer.class))
-            .collect()
+        let live = self.live.iter();
+        let in_state = live.filter(|(_, buffer)| buffer.home == Home::InState);
+        in_state.map(|(&at, buffer)| (at, buffer.class)).collect()
     }
 
     pub fn path(&self) -> String {
@@ -120,10 +116,8 @@ impl Model {
     }
 
     fn position(&self, class: u64) -> Position {
-        let n = self
-            .scopes
-            .last()
-            .and_then(|scope| scope.counts.get(&class));
+        let scope = self.scopes.last();
+        let n = scope.and_then(|scope| scope.counts.get(&class));
         (self.path(), class, n.copied().unwrap_or(0))
     }
 
@@ -141,11 +135,9 @@ impl Model {
     }
 
     fn pin(&mut self) {
-        let edges = self
-            .edges
-            .iter()
-            .map(|((_, class), &(address, _))| (address, *class));
-        self.memory.pin(edges);
+        let edges = self.edges.iter();
+        let places = edges.map(|((_, class), &(address, _))| (address, *class));
+        self.memory.pin(places);
     }
 
     pub fn predict(&self, size: u64) -> Expect {
@@ -156,16 +148,19 @@ impl Model {
         if self.marked.contains(&self.position(class)) {
             return Expect::Survivor;
         }
-        if let Some(&(address, _)) = self.edges.get(&(self.state(), class))
-            && !self.obstructed(address, class)
-        {
-            return Expect::Replayed(address);
+        let edge = self.edges.get(&(self.state(), class));
+        match edge {
+            Some(&(address, _)) if !self.obstructed(address, class) => Expect::Replayed(address),
+            None if self.is_strict() && self.run.is_none_or(|(_, counts)| counts) => {
+                Expect::Refused
+            }
+            _ => Expect::Recorded,
         }
+    }
+
+    fn is_strict(&self) -> bool {
         let strict = self.strict || self.scopes.iter().any(|scope| scope.strict);
-        if strict && self.finished.contains(&self.scopes[0].name) {
-            return Expect::Refused;
-        }
-        Expect::Recorded
+        strict && self.finished.contains(&self.scopes[0].name)
     }
 
     /// The engine answered as [`predict`](Self::predict) said. `after` is what it looks like since.
@@ -174,7 +169,8 @@ impl Model {
         let position = self.position(class);
         self.clock += 1;
         self.events += 1;
-        if expect == Expect::Recorded && self.edges.remove(&key).is_some() {
+        let moved = expect == Expect::Recorded && self.edges.remove(&key).is_some();
+        if moved {
             self.stats.obstructed += 1;
             self.pin();
         }
@@ -186,16 +182,19 @@ impl Model {
                 assert_eq!(address, recorded, "a replayed buffer moved");
                 self.stats.replayed_step += 1;
                 self.stats.replayed_total += 1;
-                if self.run.is_some_and(|start| self.edges[&key].1 < start) {
+                if self
+                    .run
+                    .is_some_and(|(start, _)| self.edges[&key].1 < start)
+                {
                     self.run = None;
                 }
             }
             Expect::Recorded => {
                 if self.run.is_none() {
-                    self.run = Some(self.clock);
-                    let counts = u64::from(self.finished.contains(&self.scopes[0].name));
-                    self.stats.breaks_step += counts;
-                    self.stats.breaks_total += counts;
+                    let counts = !moved && self.finished.contains(&self.scopes[0].name);
+                    self.run = Some((self.clock, counts));
+                    self.stats.breaks_step += u64::from(counts);
+                    self.stats.breaks_total += u64::from(counts);
                 }
                 self.stats.recorded_step += 1;
                 self.stats.recorded_total += 1;
@@ -261,8 +260,13 @@ impl Model {
 
     pub fn begin(&mut self, name: &str) {
         for buffer in self.live.values_mut() {
-            if buffer.home == Home::InState && !self.aborted {
-                self.marked.insert(buffer.position.clone());
+            if buffer.home == Home::InState
+                && !self.aborted
+                && self.marked.insert(buffer.position.clone())
+            {
+                // The next run of that step goes another way, and records it.
+                let name = buffer.position.0.split('/').next();
+                self.finished.remove(name.unwrap_or_default());
             }
             if buffer.home == Home::InState {
                 buffer.home = Home::Obstacle;

@@ -34,7 +34,7 @@ mod cuda;
 
 use std::sync::Arc;
 
-use candle_core::{Device, Result};
+use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::Host;
 use memory_compiler::{Bytes, Compiler, Error, Snapshot, Stats, hook};
 
@@ -95,12 +95,14 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
         budget: options.budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        ..memory_compiler::Options::default()
     };
     match device {
         Device::Cpu => {
             if !hook::host::is_installed() {
                 return Err(wrap(Error::HookMissing));
             }
+            warm_up(device)?;
             let host = Host::new(options.granule).map_err(|source| {
                 wrap(Error::Option {
                     option: "granule",
@@ -125,6 +127,14 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
             device.location()
         ),
     }
+}
+
+/// Makes Candle's matrix product allocate the workspace that it keeps on each thread (1 MiB, the
+/// size of a cache) now: made inside the first step, it would lie there for good.
+fn warm_up(device: &Device) -> Result<()> {
+    let square = Tensor::ones((64, 64), DType::F32, device)?;
+    square.matmul(&square)?;
+    Ok(())
 }
 
 fn wrap(error: Error) -> candle_core::Error {

@@ -1,17 +1,29 @@
-//! Draws handwritten digits with a small diffusion model.
+//! Draws handwritten digits with a small diffusion model whose every forward pass is a recorded and
+//! replayed step of the memory compiler.
 //!
 //! Whatever is wrong with what it is given, it says so in one line and exits with 2.
 
+use candle_core::{DType, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
+use memory_compiler::{Bytes, hook::host::ScopedAllocator};
+use memory_compiler_candle::Options;
 use memory_compiler_models::{
-    Error, ModelKind, Result,
-    run::{GuidanceMode, Job, Plain, sample},
+    Denoiser, Error, ModelKind, Result,
+    compiled::Compiled,
+    run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
     weights::{Source, load},
 };
-use std::{path::PathBuf, process::ExitCode, time::Instant};
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+#[global_allocator]
+static MEMORY: ScopedAllocator = ScopedAllocator::new();
 
 /// Draws handwritten digits with a small diffusion model and writes them as one sheet.
 #[derive(Debug, Parser)]
@@ -24,7 +36,7 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
     /// Steps of the sampler.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 12)]
     steps: usize,
     /// Guidance: how far to go past the prediction without a digit; 1 draws without guidance.
     #[arg(long, value_name = "SCALE", default_value_t = 2.0)]
@@ -57,7 +69,7 @@ struct Arguments {
 /// What the memory compiler is told.
 #[derive(Debug, clap::Args)]
 struct Memory {
-    /// Fail when a step leaves the compiled paths.
+    /// Fail when a call leaves the recorded paths after its first run.
     #[arg(long)]
     strict: bool,
     /// Run on plain memory.
@@ -66,25 +78,27 @@ struct Memory {
     /// Run on plain memory too, and say whether every pixel is the same.
     #[arg(long)]
     compare: bool,
-    /// Serve buffers of at least this size.
+    /// Serve buffers of at least this size (16KiB).
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     threshold: Option<u64>,
-    /// The size of a page.
+    /// The size of a page (64KiB).
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     granule: Option<u64>,
-    /// Hold at most this much.
+    /// Hold at most this much; the run fails when a step needs more.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     budget: Option<u64>,
 }
 
 impl Memory {
-    /// Whether anything asks for compiled memory.
-    fn is_asked_for(&self) -> bool {
-        self.strict
-            || self.compare
-            || [self.threshold, self.granule, self.budget]
-                .iter()
-                .any(Option::is_some)
+    fn options(&self) -> Options {
+        let defaults = Options::default();
+        Options {
+            strict: self.strict,
+            budget: self.budget.map(Bytes),
+            granule: self.granule.map_or(defaults.granule, Bytes),
+            threshold: self.threshold.map_or(defaults.threshold, Bytes),
+            ..defaults
+        }
     }
 }
 
@@ -117,11 +131,6 @@ fn main() -> ExitCode {
 }
 
 fn draw(arguments: &Arguments) -> Result<()> {
-    if arguments.memory.is_asked_for() && !arguments.memory.no_compile {
-        return Err(Error::Setting(
-            "this build runs on plain memory only".into(),
-        ));
-    }
     let classes = arguments.class.list();
     let columns = classes.len();
     let job = Job {
@@ -142,20 +151,82 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let model = load(arguments.model, source)?;
     sheet::check_writable(&arguments.out)?;
 
-    let bar = ProgressBar::new(job.steps as u64);
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {pos}/{len} steps, {eta} left") {
+    let mut compiled = match arguments.memory.no_compile {
+        true => None,
+        false => Some(Compiled::new(&arguments.memory.options())?),
+    };
+    let (images, time) = match &mut compiled {
+        Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
+        None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
+    };
+    let plain = match arguments.memory.compare {
+        true => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
+        false => None,
+    };
+    sheet::write(&images, columns, &arguments.out)?;
+    println!(
+        "{} images in {:.2} s: {}",
+        images.dim(0)?,
+        time.as_secs_f64(),
+        arguments.out.display()
+    );
+    if let Some(compiled) = &mut compiled {
+        println!("{}", compiled.stats());
+    }
+    match plain {
+        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
+        None => Ok(()),
+    }
+}
+
+/// Draws the images with a progress bar.
+fn run(
+    model: &dyn Denoiser,
+    job: &Job,
+    stepper: &mut impl Stepper,
+    title: &'static str,
+) -> Result<(Tensor, Duration)> {
+    let bar = ProgressBar::new(job.steps as u64).with_message(title);
+    if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
+    {
         bar.set_style(style);
     }
     let started = Instant::now();
-    let images = sample(model.as_ref(), &job, &mut Plain, || bar.inc(1))?;
+    let images = sample(model, job, stepper, || bar.inc(1));
+    let time = started.elapsed();
     bar.finish_and_clear();
-    sheet::write(&images, columns, &arguments.out)?;
+    Ok((images?, time))
+}
+
+/// Says whether both runs drew the same, bit for bit; an error when they did not.
+fn compare(
+    compiled: &Tensor,
+    compiled_time: Duration,
+    plain: &Tensor,
+    plain_time: Duration,
+) -> Result<()> {
+    let bits = |images: &Tensor| -> candle_core::Result<Vec<u32>> {
+        let values = images
+            .to_dtype(DType::F32)?
+            .flatten_all()?
+            .to_vec1::<f32>()?;
+        Ok(values.into_iter().map(f32::to_bits).collect())
+    };
+    let (compiled, plain) = (bits(compiled)?, bits(plain)?);
+    let different = compiled.iter().zip(&plain).filter(|(a, b)| a != b).count();
     println!(
-        "{} images in {:.1} s: {}",
-        images.dim(0)?,
-        started.elapsed().as_secs_f64(),
-        arguments.out.display()
+        "compiled {:.2} s, plain {:.2} s, ratio {:.3}",
+        compiled_time.as_secs_f64(),
+        plain_time.as_secs_f64(),
+        compiled_time.as_secs_f64() / plain_time.as_secs_f64()
     );
+    if different > 0 || compiled.len() != plain.len() {
+        return Err(Error::Setting(format!(
+            "images differ in {different} of {} pixels",
+            plain.len()
+        )));
+    }
+    println!("images are bit-identical ({} pixels)", plain.len());
     Ok(())
 }
 

@@ -102,7 +102,7 @@ fn train(arguments: &Arguments) -> Result<()> {
         mean_loss += weight * (loss - mean_loss);
         bar.set_message(format!("loss {mean_loss:.4}"));
         bar.inc(1);
-        if step % arguments.save_every == 0 || step == arguments.steps {
+        if step.is_multiple_of(arguments.save_every) || step == arguments.steps {
             bar.suspend(|| {
                 println!(
                     "step {step}: loss {mean_loss:.4} after {:.1} s",

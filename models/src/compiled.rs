@@ -1,0 +1,39 @@
+//! Sampling on compiled memory: every call of the model is a recorded and replayed step.
+
+use candle_core::Device;
+use memory_compiler::Stats;
+use memory_compiler_candle::{Memory, Options};
+
+use crate::{Result, run::Stepper};
+
+/// A [`Stepper`] whose calls are steps of a memory compiler.
+#[derive(Debug)]
+pub struct Compiled {
+    memory: Memory,
+}
+
+impl Compiled {
+    /// A compiler for the CPU's memory.
+    ///
+    /// # Errors
+    /// When the program's global allocator is not the hook, or an option cannot work.
+    pub fn new(options: &Options) -> Result<Self> {
+        let memory = memory_compiler_candle::compiler_with(&Device::Cpu, options)?;
+        Ok(Self { memory })
+    }
+
+    /// Numbers of all calls so far.
+    pub fn stats(&mut self) -> Stats {
+        self.memory.stats()
+    }
+}
+
+impl Stepper for Compiled {
+    fn step<T>(
+        &mut self,
+        name: &str,
+        f: impl FnOnce() -> candle_core::Result<T>,
+    ) -> candle_core::Result<T> {
+        self.memory.step_named(name, f)
+    }
+}

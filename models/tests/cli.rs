@@ -1,0 +1,194 @@
+//! The `diffuse` program as a person meets it.
+
+use std::{
+    path::Path,
+    process::{Command, Output},
+};
+
+fn diffuse(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_diffuse"))
+        .args(arguments)
+        .output()
+        .expect("the program starts")
+}
+
+/// Exit code 2, one line on stderr, nothing on stdout, no panic.
+fn assert_refused(arguments: &[&str], reason: &str) {
+    let output = diffuse(arguments);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{arguments:?}: {stderr}");
+    assert!(stderr.starts_with("error: "), "{arguments:?}: {stderr}");
+    assert!(stderr.contains(reason), "{arguments:?}: {stderr}");
+    assert!(!stderr.contains("panicked"), "{arguments:?}: {stderr}");
+    assert!(output.stdout.is_empty(), "{arguments:?}");
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a temporary path is UTF-8")
+}
+
+#[test]
+fn bad_arguments_are_refused_in_one_line() {
+    assert_refused(&["--model", "gan"], "gan");
+    assert_refused(&["--class", "11"], "0 to 9 or all");
+    assert_refused(&["--class", "seven"], "0 to 9 or all");
+    assert_refused(&["--steps", "0"], "steps must be at least 1");
+    assert_refused(&["--steps", "-3"], "-3");
+    assert_refused(&["--samples", "0"], "samples must be at least 1");
+    assert_refused(&["--sampler", "heun"], "heun");
+    assert_refused(&["--cfg", "nan"], "guidance scale");
+    assert_refused(&["--cfg-mode", "both"], "both");
+    assert_refused(&["--cfg-until", "2"], "guided fraction");
+    assert_refused(&["--granule", "2 parsecs"], "sizes look like");
+    assert_refused(&["--colour"], "--colour");
+}
+
+#[test]
+fn bad_weights_are_refused_in_one_line() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let file = folder.path().join("w.safetensors");
+    let with_weights = |reason: &str| {
+        assert_refused(&["--weights", text(&file), "--out", text(&out)], reason);
+        assert!(!out.exists(), "no sheet is left behind");
+    };
+    with_weights("cannot read");
+    std::fs::write(&file, b"no weights").expect("a file is written");
+    with_weights("not a safetensors file");
+    let dit = memory_compiler_models::weights::embedded(memory_compiler_models::ModelKind::Dit);
+    std::fs::write(&file, dit).expect("a file is written");
+    with_weights("do not fit the model unet");
+}
+
+#[test]
+fn an_output_that_cannot_be_written_is_refused_before_sampling() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let missing = folder.path().join("missing/sheet.png");
+    // A million steps would take hours.
+    let steps = ["--steps", "1000000", "--out"];
+    assert_refused(&[&steps[..], &[text(&missing)]].concat(), "cannot write");
+    assert_refused(
+        &[&steps[..], &[text(folder.path())]].concat(),
+        "cannot write",
+    );
+}
+
+#[test]
+fn the_same_seed_writes_the_same_sheet() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let draw = |name: &str, seed: &str| {
+        let out = folder.path().join(name);
+        let output = diffuse(&[
+            "--model",
+            "dit",
+            "--steps",
+            "3",
+            "--class",
+            "4",
+            "--samples",
+            "1",
+            "--seed",
+            seed,
+            "--out",
+            text(&out),
+        ]);
+        assert!(output.status.success(), "{output:?}");
+        std::fs::read(out).expect("the sheet is there")
+    };
+    let first = draw("a.png", "1");
+    assert!(first.starts_with(b"\x89PNG"));
+    assert_eq!(first, draw("b.png", "1"));
+    assert_ne!(first, draw("c.png", "2"));
+}
+
+#[test]
+fn memory_that_does_not_suffice_is_refused_in_one_line() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let with = |arguments: &[&str], reason: &str| {
+        let output = [
+            "--model",
+            "dit",
+            "--steps",
+            "2",
+            "--samples",
+            "1",
+            "--out",
+            text(&out),
+        ];
+        let arguments = [&output[..], arguments].concat();
+        let output = diffuse(&arguments);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        let error = stderr.lines().last().unwrap_or_default();
+        assert!(
+            error.starts_with("error: ") && error.contains(reason),
+            "{arguments:?}: {stderr}"
+        );
+        assert!(!stderr.contains("panicked"), "{arguments:?}: {stderr}");
+        assert!(!out.exists(), "no sheet is left behind");
+    };
+    with(&["--budget", "512KiB"], "over the budget of 512.00 KiB");
+    with(
+        &["--budget", "4KiB"],
+        "option budget: 4.00 KiB is less than one page",
+    );
+    with(&["--granule", "3000"], "option granule");
+    with(
+        &["--threshold", "100"],
+        "option threshold: 100 B is below 4.00 KiB",
+    );
+    with(&["--no-compile", "--strict"], "cannot be used with");
+}
+
+#[test]
+fn compare_says_that_the_images_are_the_same_and_prints_the_table() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let output = diffuse(&[
+        "--model",
+        "dit",
+        "--steps",
+        "6",
+        "--class",
+        "7",
+        "--samples",
+        "1",
+        "--strict",
+        "--compare",
+        "--out",
+        text(&out),
+    ]);
+    assert!(output.status.success(), "{output:?}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        stdout.contains("images are bit-identical (784 pixels)"),
+        "{stdout}"
+    );
+    assert!(
+        stdout.contains("last step: 0 breaks, 0 driver calls; in all: 0 breaks"),
+        "{stdout}"
+    );
+    let branches: Vec<&str> = stdout
+        .lines()
+        .filter(|line| line.contains("cond "))
+        .collect();
+    assert_eq!(
+        branches.len(),
+        2,
+        "one branch with a class and one without: {stdout}"
+    );
+    for word in ["floor", "held", "virtual", "compiled", "plain"] {
+        assert!(stdout.contains(word), "{word} is missing: {stdout}");
+    }
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for argument in ["--help", "--version"] {
+        let output = diffuse(&[argument]);
+        assert!(output.status.success());
+        assert!(!output.stdout.is_empty());
+    }
+}

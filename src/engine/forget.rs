@@ -1,0 +1,133 @@
+//! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten.
+//!
+//! Every edge that a run took lies on the tape of its branch, so "recently used" is a property of
+//! branches, and the hot path has nothing to write down. At the beginning of a step nothing of the
+//! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
+//! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
+//! overlap: an edge that stays is as disjoint from its state as before.
+
+use std::collections::HashMap;
+
+use super::Engine;
+use crate::bits::BitSet;
+use crate::graph::tape::SURVIVOR;
+use crate::mix::MixBuild;
+
+type Numbers = HashMap<u32, u32, MixBuild>;
+
+impl Engine {
+    /// Forgets branches, and edges on no tape, once there are more edges than the limit.
+    pub(super) fn forget_oldest(&mut self) {
+        if self.graph.edges.len() <= self.edge_limit {
+            return;
+        }
+        debug_assert_eq!(self.own_count, 0);
+        self.sync_placer();
+        let kept = self.newest_branches(self.edge_limit / 2);
+        // Branches that stay keep their slots: hints name them.
+        for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
+            if !kept.contains(&at) {
+                branch.tape = Vec::new();
+            }
+        }
+
+        let old = std::mem::take(&mut self.graph);
+        let mut placements = Numbers::default();
+        let live: Vec<u32> = self.table.iter().collect();
+        for number in live {
+            placements.insert(
+                number,
+                self.graph.keep_placement(old.placements[number as usize]),
+            );
+        }
+        let mut edges = Numbers::default();
+        for entry in self
+            .tapes
+            .branches
+            .iter_mut()
+            .flat_map(|branch| &mut branch.tape)
+        {
+            if entry.edge == SURVIVOR {
+                // Its place is chosen anew each time.
+                entry.placement = u32::MAX;
+                continue;
+            }
+            let graph = &mut self.graph;
+            let placement = *placements
+                .entry(entry.placement)
+                .or_insert_with(|| graph.keep_placement(old.placements[entry.placement as usize]));
+            let hint = old.edges[entry.edge as usize].hint;
+            let edge = *edges
+                .entry(entry.edge)
+                .or_insert_with(|| graph.keep_edge(entry.state, placement, hint));
+            (entry.placement, entry.edge) = (placement, edge);
+        }
+        for (number, edge) in old.edges.iter().enumerate() {
+            if !edge.dead && !edges.contains_key(&(number as u32)) {
+                self.arena
+                    .placer
+                    .unmention(old.placements[edge.placement as usize].place);
+                self.totals.forgotten += 1;
+            }
+        }
+        self.table.renumber(|number| placements[&number]);
+        self.forget_positions();
+    }
+
+    /// The branches that ran last, as many as have `limit` edges together, and the last one if only it
+    /// fits the whole limit; of those only whose tapes hold no dead edge.
+    fn newest_branches(&self, limit: usize) -> Vec<usize> {
+        let branches = &self.tapes.branches;
+        let mut newest: Vec<usize> = (0..branches.len()).collect();
+        newest.sort_by_key(|&at| std::cmp::Reverse(branches[at].last_run));
+        let mut kept = Vec::new();
+        let mut edges = BitSet::default();
+        for at in newest {
+            let of_branch = || {
+                branches[at]
+                    .tape
+                    .iter()
+                    .filter(|entry| entry.edge != SURVIVOR)
+            };
+            if of_branch().any(|entry| self.graph.edges[entry.edge as usize].dead) {
+                continue;
+            }
+            let mut with = edges.clone();
+            of_branch().for_each(|entry| with.insert(entry.edge));
+            if with.len()
+                <= if kept.is_empty() {
+                    self.edge_limit
+                } else {
+                    limit
+                }
+            {
+                edges = with;
+                kept.push(at);
+            }
+        }
+        kept
+    }
+
+    /// Forgets survivors' positions and counters that no tape holds.
+    fn forget_positions(&mut self) {
+        let entries = || self.tapes.branches.iter().flat_map(|branch| &branch.tape);
+        let mut used = BitSet::default();
+        entries().for_each(|entry| used.insert(entry.counter));
+        let new = self
+            .scopes
+            .retain_counters(|counter| used.contains(counter));
+        let survivors = entries().filter(|entry| entry.edge == SURVIVOR);
+        let kept: std::collections::HashSet<_, MixBuild> = survivors
+            .map(|entry| (new[&entry.counter], entry.nth))
+            .collect();
+        self.survivors = kept;
+        for entry in self
+            .tapes
+            .branches
+            .iter_mut()
+            .flat_map(|branch| &mut branch.tape)
+        {
+            entry.counter = new[&entry.counter];
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! Layer 0: what a program may choose.
+//!
+//! May import: `units`.
+
+use crate::units::Bytes;
+
+/// How a compiler works. `..Options::default()` for the rest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// A graph break is an error, from the second run of a step's name on.
+    pub strict: bool,
+    /// Most physical bytes that the compiler may own; `None` for what the device has.
+    pub budget: Option<Bytes>,
+    /// The smallest buffer that the CPU hook serves; at least
+    /// [`SMALLEST_THRESHOLD`](crate::hook::host::SMALLEST_THRESHOLD). Smaller ones are many and cost
+    /// little where they are.
+    pub threshold: Bytes,
+    /// Most edges of the step graph (about 370 bytes each with their state and tape). A program whose
+    /// sizes never repeat would record for ever: beyond the limit the branches that ran longest ago
+    /// are forgotten, until half of it is free. What was forgotten is recorded again when it comes.
+    pub edge_limit: u32,
+    /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
+    /// make it smaller where the system refuses (`ulimit -v`, valgrind).
+    pub address_space: Bytes,
+}
+
+impl Default for Options {
+    /// Not strict, no budget, a threshold of 16 KiB, 200,000 edges, 256 GiB of addresses.
+    fn default() -> Self {
+        Self {
+            strict: false,
+            budget: None,
+            threshold: Bytes::kib(16),
+            edge_limit: 200_000,
+            address_space: Bytes::gib(256),
+        }
+    }
+}
