@@ -3,7 +3,7 @@
 # the driver and the CUDA libraries, no Rust.
 #
 #   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
-#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, memcheck or zoo, else all
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, zoo or memcheck, else all
 #
 # Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
 set -uo pipefail
@@ -41,20 +41,20 @@ build() {
   collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
   cargo build "${candle[@]}" --bin zoo
   cp "${CARGO_TARGET_DIR:-target}/release/zoo" "$dir/zoo"; strip "$dir/zoo"
-  # The hook's effect where the linker sees all code at once.
-  for lto in off thin fat; do
-    CARGO_PROFILE_RELEASE_LTO=$lto CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/lto-$lto \
-      collect "linked-$lto-" --release -p memory-compiler --features cuda,cudarc/dynamic-linking \
-      --test hook_cuda
+  # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
+  local linked=${CARGO_TARGET_DIR:-target}/linked profile
+  for profile in dev release thin fat; do
+    cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked" --profile $profile
+    cp "$linked/${profile/dev/debug}/linked" "$dir/linked-$profile"
   done
-  CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-target}/lto-off \
-    collect linked-debug- -p memory-compiler --features cuda,cudarc/dynamic-linking --test hook_cuda
+  cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked/forgotten" --features forgotten
+  cp "$linked/forgotten/debug/linked" "$dir/linked-forgotten"
   ls -l "$dir"
 }
 
 rows=()
 failed=0
-row() { rows+=("$(printf '%-44s %-7s %6ss  %s' "$1" "$2" "$3" "$4")"); [ "$2" != FAILED ] || failed=1; }
+row() { rows+=("$(printf '%-44s %-7s %5ss  %s' "$1" "$2" "$3" "$4")"); [ "$2" != FAILED ] || failed=1; }
 
 # try NAME COMMAND…: runs, logs, and adds a row.
 try() {
@@ -62,7 +62,7 @@ try() {
   log=$logs/$(tr -c 'A-Za-z0-9\n' '_' <<<"$name").log
   began=$SECONDS
   timeout "${LIMIT:-300}" "$@" >"$log" 2>&1; code=$?
-  local said; said=$(grep -aE '^test result|ERROR SUMMARY' "$log" | tail -1 | cut -c1-60)
+  local said; said=$(grep -aE '^test result|ERROR SUMMARY' "$log" | tail -1 | cut -c1-38)
   local skipped; skipped=$(grep -ac SKIPPED "$log")
   [ "$skipped" = 0 ] || said="$said $skipped skipped"
   if [ $code != 0 ]; then state=FAILED; said="code $code $said"; echo "== $name"; tail -n 40 "$log"; fi
@@ -73,11 +73,12 @@ tests() {
   for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
   for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1 --nocapture; done
   for binary in "$dir"/linked-*; do
-    [ -e "$binary" ] || continue
-    try "${binary##*/}" env MEMORY_COMPILER_LINKED=1 "$binary"
+    [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
   done
-  # The table of scenarios with the GPU in the place of `Host`.
-  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4
+  # The table of scenarios with the GPU in the place of `Host`. Two rows are left out: they look at the
+  # bytes of so many buffers, each with a copy from the device, that they take minutes.
+  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4 \
+    --skip case_08 --skip case_35
 }
 
 memcheck() {
@@ -104,7 +105,7 @@ sd15 640x448 2 16 3
 sd15 256 1 16 8
 sdxl 768 1 8 3
 vae 512 1 8 3
-sdxl 1024 2 6 2
+sdxl 1024 2 4 2
 sd3 1024 2 3 2
 flux 1024 1 3 2
 z-image 1024 1 3 2}"
@@ -118,7 +119,7 @@ case $verb in
     for part in "${@:-all}"; do
       case $part in
         tests|memcheck|zoo) $part ;;
-        all) tests; memcheck; zoo ;;
+        all) tests; zoo; memcheck ;;
         *) usage ;;
       esac
     done
