@@ -123,7 +123,7 @@ case $verb in
         *) usage ;;
       esac
     done
-    printf '\n%s\n' "${rows[@]}"
+    echo; printf '%s\n' "${rows[@]}"
     [ $failed = 0 ] && echo "all of it passed" || echo "something FAILED"
     exit $failed ;;
   *) usage ;;
