@@ -86,7 +86,7 @@ fn fake(limit: u64, has_pools: bool) -> Arc<Fake> {
 fn compiler(device: &Arc<Fake>, options: Options) -> Compiler {
     let shared: Arc<dyn Device> = Arc::clone(device) as _;
     let mut compiler = Compiler::new(shared, options).unwrap();
-    compiler.use_stream(StreamId(STREAM));
+    compiler.use_stream(StreamId(STREAM)).unwrap();
     compiler
 }
 
@@ -182,7 +182,7 @@ fn what_no_step_claims_goes_to_the_driver() {
     // SAFETY: a null pointer is refused.
     let code = unsafe { alloc_async(ptr::null_mut(), 512, stream(STREAM)) };
     assert_ne!(code, 0, "nowhere to write to");
-    step.use_stream(StreamId(OTHER));
+    step.use_stream(StreamId(OTHER)).unwrap();
     assert!(
         take_on(STREAM, 512).is_err(),
         "the step serves another one now"
@@ -359,7 +359,7 @@ fn one_thread_serves_two_gpus_by_their_streams() {
         compiler(&one, Options::default()),
         compiler(&two, Options::default()),
     );
-    second.use_stream(StreamId(OTHER));
+    second.use_stream(StreamId(OTHER)).unwrap();
     for _ in 0..2 {
         let (outer, inner) = (first.begin("step").unwrap(), second.begin("step").unwrap());
         let (a, b) = (take(PAGE), take_on(OTHER, PAGE).unwrap());

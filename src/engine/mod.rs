@@ -9,6 +9,7 @@
 //!
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
+//!   all places anew, once lifespans are known                                   (compile.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -19,6 +20,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod compile;
 mod forget;
 mod record;
 mod shared;
@@ -31,6 +33,7 @@ use std::time::Instant;
 use shared::{Home, this_thread};
 
 pub(crate) use shared::Shared;
+pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
 use crate::device::{GpuIdentity, StreamId};
@@ -42,6 +45,7 @@ use crate::mix::MixBuild;
 use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::scopes::{Position, Scopes};
+use crate::stats::Compiled;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// Where an allocation went.
@@ -145,6 +149,11 @@ pub(crate) struct Engine {
     active: Option<Active>,
     last_aborted: bool,
     finished: HashSet<u32, MixBuild>,
+    /// What the last compile did.
+    compiled: Option<Compiled>,
+    compile_after: Option<u32>,
+    /// Finished steps since something was recorded.
+    quiet_steps: u32,
     step: Counts,
     totals: Totals,
 }
@@ -215,6 +224,9 @@ impl Engine {
             active: None,
             last_aborted: false,
             finished: HashSet::default(),
+            compiled: None,
+            compile_after: options.compile_after,
+            quiet_steps: 0,
             step: Counts::default(),
             totals: Totals::default(),
         }
@@ -360,30 +372,6 @@ impl Engine {
         });
     }
 
-    /// Serves allocations of `stream` from now on, behind what was enqueued on the last one.
-    pub fn use_stream(&mut self, stream: StreamId) {
-        if stream == self.stream {
-            return;
-        }
-        if self.home_thread != 0 {
-            let device = self.arena.device();
-            let at_home = self.gpu.is_none() || self.home_thread == this_thread();
-            let ordered = at_home
-                && device
-                    .fence(self.stream)
-                    .and_then(|fence| device.wait(stream, fence))
-                    .is_ok();
-            if !ordered && let Err(error) = device.synchronise() {
-                tracing::warn!(%error, "waiting for the device failed");
-            }
-        }
-        self.stream = stream;
-        self.shared.set_home(Home {
-            thread: self.home_thread,
-            stream,
-        });
-    }
-
     /// Tells scopes and totals how much was live at most, before what the peaks consist of changes.
     fn fold_peak(&mut self) {
         self.fold_peak_at(self.live);
@@ -402,8 +390,12 @@ impl Engine {
     fn sync_placer(&mut self) {
         let placements = &self.graph.placements;
         let placer = std::cell::RefCell::new(&mut self.arena.placer);
+        let (tapes, is_step) = (&mut self.tapes, self.active.is_some());
         self.table.sync(
             |number| {
+                if is_step {
+                    tapes.note_end(number);
+                }
                 placer
                     .borrow_mut()
                     .vacate(placements[number as usize].place)
@@ -445,6 +437,7 @@ impl Engine {
     /// Places a buffer in a space and makes it live, outside the state where `kind` says so.
     fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
         self.sync_placer();
+        self.arena.is_pinned = self.shared.is_pinned();
         let place = self.arena.place(len, space);
         self.note_trims();
         let place = place.map_err(|refusal| self.error(refusal, len))?;

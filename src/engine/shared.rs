@@ -54,6 +54,8 @@ pub(crate) struct Shared {
     pub device: Arc<dyn Device>,
     /// Length of the queue, so that the engine looks without a lock.
     waiting: AtomicUsize,
+    /// Guards that hold the layout.
+    pins: AtomicUsize,
     queue: Mutex<Queue>,
     /// The engine, once its compiler was dropped before its last buffer.
     pub orphan: Mutex<Option<Box<super::Engine>>>,
@@ -66,6 +68,7 @@ impl Shared {
             size,
             device,
             waiting: AtomicUsize::new(0),
+            pins: AtomicUsize::new(0),
             queue: Mutex::default(),
             orphan: Mutex::new(None),
         }
@@ -80,6 +83,19 @@ impl Shared {
     #[inline]
     pub fn contains(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.base.0) < self.size.0
+    }
+
+    pub fn pin(&self) {
+        self.pins.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn unpin(&self) {
+        self.pins.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether the layout must stay as it is.
+    pub fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Relaxed) > 0
     }
 
     /// Whether frees wait. A free that another thread is making at this moment may be missed; it is

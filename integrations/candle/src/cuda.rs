@@ -17,6 +17,7 @@ pub(crate) fn compiler(device: &CudaDevice, options: memory_compiler::Options) -
         })
     })?;
     let mut compiler = Compiler::new(Arc::new(gpu), options).map_err(crate::wrap)?;
-    compiler.use_stream(StreamId(stream.cu_stream().addr() as u64));
+    let stream = StreamId(stream.cu_stream().addr() as u64);
+    compiler.use_stream(stream).map_err(crate::wrap)?;
     Ok(compiler)
 }
