@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::Host;
-use memory_compiler::{Bytes, Compiler, Error, Snapshot, Stats, hook};
+use memory_compiler::{Bytes, Compiled, Compiler, Error, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -179,6 +179,15 @@ impl Memory {
     /// All numbers; [`Compiler::stats`].
     pub fn stats(&mut self) -> Stats {
         self.compiler.stats()
+    }
+
+    /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer
+    /// bytes; [`Compiler::compile`].
+    ///
+    /// # Errors
+    /// The device's refusal, wrapped; the recorded layout then stays.
+    pub fn compile(&mut self) -> Result<Compiled> {
+        self.compiler.compile().map_err(wrap)
     }
 
     /// Gives idle memory back to the device; [`Compiler::trim`].

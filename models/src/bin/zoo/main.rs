@@ -187,7 +187,7 @@ fn check(subject: &Subject, first: &Subject) -> bool {
 
 fn print_titles() {
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         "model",
         "who",
         "sync",
@@ -203,7 +203,8 @@ fn print_titles() {
         "floor",
         "L MiB",
         "device",
-        "first ms"
+        "first ms",
+        "compile"
     );
 }
 
@@ -218,7 +219,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
     let (facts, times) = (&subject.facts, &subject.times[pace as usize]);
     let (latency, enqueue) = (summary(&times.latency), summary(&times.enqueue));
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         name.to_lowercase(),
         format!("{:?}", subject.allocator).to_lowercase(),
         if pace == Pace::Sync { "each" } else { "none" },
@@ -235,5 +236,6 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
         mib(facts.live),
         mib(Some(facts.device[pace as usize])),
         ms(facts.first),
+        facts.compile.map_or("-".into(), ms),
     );
 }

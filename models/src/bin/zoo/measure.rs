@@ -37,6 +37,8 @@ pub enum Pace {
 pub struct Facts {
     /// The first step, until the device is done: what recording costs.
     pub first: Duration,
+    /// Planning again with all lifespans known, between two steps.
+    pub compile: Option<Duration>,
     pub buffers: u64,
     /// Driver memory calls in one step, by the hook and by the compiler.
     pub calls: u64,
@@ -165,9 +167,13 @@ impl Bench {
         subject.facts.first = began.elapsed();
         subject.facts.outputs.push(bits(&output)?);
         drop(output);
-        for _ in 0..2 {
+        for turn in 0..4 {
             drop(subject.step()?);
             self.device.synchronize()?;
+            if let (1, Some(memory)) = (turn, &mut subject.memory) {
+                // As a program would whose steps have settled.
+                subject.facts.compile = Some(memory.compile()?.time);
+            }
         }
         self.settle()?;
         let before = hook::cuda::counts();
