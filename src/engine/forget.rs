@@ -5,6 +5,8 @@
 //! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
+//!
+//! May import: what `engine` may.
 
 use std::collections::HashMap;
 

@@ -4,7 +4,7 @@
 //! where the next use of the memory is enqueued behind the last. Home and queue are under one lock: a
 //! free without a fence is in the queue before the engine can move.
 //!
-//! May import: layers 0 and 3.
+//! May import: layers 0 and 3; `engine`, which it keeps once orphaned.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
