@@ -174,7 +174,7 @@ impl Veteran {
                     _ => continue,
                 };
                 if let Some((address, pattern)) = self.slots[slot].take() {
-                    if random.next() % 4 == 0 {
+                    if random.next().is_multiple_of(4) {
                         self.give.send((address, pattern)).expect("it listens");
                     } else {
                         pattern.check(&*self.device, address);
@@ -193,13 +193,13 @@ impl Veteran {
                     self.slots[slot] = Some((address.0, pattern));
                 }
             }
-            if random.next() % 32 == 0 {
+            if random.next().is_multiple_of(32) {
                 step.abort();
             } else {
                 step.finish().expect("the step ends well");
             }
         }
-        if random.next() % 8 == 0 {
+        if random.next().is_multiple_of(8) {
             self.compiler.trim().expect("trimming works");
         }
     }

@@ -155,6 +155,17 @@ impl Compiler {
         Ok(result)
     }
 
+    /// Serves allocations of `stream` from the next step on; the first is stream 0. What steps did on the
+    /// last stream comes before what they do on this one.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; [`Error::StepActive`] while a step is leaked
+    /// on another thread.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().ok_or(Error::StepActive)?.use_stream(stream)
+    }
+
     /// All numbers, between steps. All zero while a step is leaked on another thread.
     pub fn stats(&mut self) -> Stats {
         let _bookkeeping = Bookkeeping::begin();

@@ -84,6 +84,13 @@ pub enum Error {
          memory_compiler::hook::host::ScopedAllocator::new();"
     )]
     HookMissing,
+    /// The hook that a compiler of GPU memory needs is not in this binary, or without effect.
+    #[error(
+        "GPU allocations of this program do not reach the memory compiler; add to its main.rs (for a \
+         test, bench or example: to that file):\n\
+         memory_compiler::interpose_cuda!();"
+    )]
+    CudaHookMissing,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,

@@ -31,11 +31,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub(crate) use shared::{Freed, Shared};
+use shared::{Home, this_thread};
+
+pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Fence, StreamId};
+use crate::device::{Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -64,6 +66,9 @@ pub(crate) enum OnError {
     Fail,
     /// Serve it or pass it on; the step returns the error at its end.
     Postpone,
+    /// Serve a strict break, and let the step return it; return at the call that there is no memory.
+    #[cfg(feature = "cuda")]
+    Refuse,
 }
 
 /// Numbers of the step that is active, or of the last one.
@@ -99,6 +104,8 @@ pub(crate) struct Engine {
     pub shared: Arc<Shared>,
     /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
     pub host_threshold: Bytes,
+    /// Whose memory it is, for the GPU hook.
+    pub gpu: Option<GpuIdentity>,
     tapes: Tapes,
     /// Hash of the state.
     hash: u128,
@@ -138,6 +145,8 @@ pub(crate) struct Engine {
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
+    /// The thread of the last step; 0 before the first.
+    home_thread: u64,
     /// Number of the step, unique in the process; guards compare it.
     pub serial: u64,
     active: Option<Active>,
@@ -183,6 +192,7 @@ impl Engine {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
+            gpu: shared.device.gpu(),
             shared,
             host_threshold,
             tapes: Tapes::default(),
@@ -213,6 +223,7 @@ impl Engine {
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
+            home_thread: 0,
             serial: 0,
             active: None,
             last_aborted: false,
@@ -328,6 +339,7 @@ impl Engine {
                 self.shared.handover.push(freed);
                 continue;
             }
+            self.wait_abroad();
             // Counted where it is bad; nobody waits for the answer.
             drop(self.apply_free(freed.address));
         }
@@ -352,6 +364,32 @@ impl Engine {
             }
             drop(self.apply_free(freed.address));
         }
+    }
+
+    /// A wait binds the calling thread's stream: where that may be another than the steps', everything is
+    /// waited for.
+    fn wait_abroad(&self) {
+        if self.gpu.is_some()
+            && self.home_thread != this_thread()
+            && let Err(error) = self.arena.device().synchronise()
+        {
+            tracing::warn!(%error, "waiting for the device failed");
+        }
+    }
+
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
+    fn move_home(&mut self) {
+        if self.home_thread == this_thread() {
+            return;
+        }
+        if self.home_thread != 0 {
+            self.wait_abroad();
+        }
+        self.home_thread = this_thread();
+        self.shared.set_home(Home {
+            thread: self.home_thread,
+            stream: self.stream,
+        });
     }
 
     /// Tells scopes and totals how much was live at most, before what the peaks consist of changes.

@@ -43,7 +43,8 @@ impl Engine {
         }
     }
 
-    fn postpone(&mut self, error: Error) {
+    /// Lets the step return an error at its end, unless it has one already.
+    pub fn postpone(&mut self, error: Error) {
         if let Some(active) = &mut self.active {
             active.error.get_or_insert(error);
         }

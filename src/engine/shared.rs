@@ -1,13 +1,18 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
+//! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
+//! where the next use of the memory is enqueued behind the last. Home is read and written under the lock
+//! of the queue: a free without a fence is in the queue before the engine can move.
+//!
 //! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::Engine;
 use super::handover::Handover;
-use crate::device::{Device, Fence};
+use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// A free that was made where the engine is not.
@@ -16,6 +21,24 @@ pub(crate) struct Freed {
     pub address: Address,
     /// Reuse waits for it.
     pub fence: Option<Fence>,
+}
+
+/// Number of the calling thread; never reused.
+pub(crate) fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! { static NUMBER: Cell<u64> = const { Cell::new(0) } }
+    if NUMBER.get() == 0 {
+        NUMBER.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    }
+    NUMBER.get()
+}
+
+/// Where an engine's steps run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Home {
+    /// 0 before the first step.
+    pub thread: u64,
+    pub stream: StreamId,
 }
 
 /// See the module's page.
@@ -28,6 +51,9 @@ pub(crate) struct Shared {
     pins: AtomicUsize,
     /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
     pub handover: Handover<Freed, Box<Engine>>,
+    /// Where the steps run; under the lock of the queue.
+    home_thread: AtomicU64,
+    home_stream: AtomicU64,
 }
 
 impl Shared {
@@ -38,6 +64,8 @@ impl Shared {
             device,
             pins: AtomicUsize::new(0),
             handover: Handover::new(),
+            home_thread: AtomicU64::new(0),
+            home_stream: AtomicU64::new(0),
         }
     }
 
@@ -63,5 +91,27 @@ impl Shared {
     /// Whether the layout must stay as it is.
     pub fn is_pinned(&self) -> bool {
         self.pins.load(Ordering::Relaxed) > 0
+    }
+
+    /// Queues a free; work on `stream`, where one is named, may still use the memory.
+    pub fn push_free(&self, address: Address, stream: Option<StreamId>) -> Result<(), DeviceError> {
+        self.handover.push_with(|| {
+            let home = Home {
+                thread: self.home_thread.load(Ordering::Relaxed),
+                stream: StreamId(self.home_stream.load(Ordering::Relaxed)),
+            };
+            let thread = this_thread();
+            let abroad = stream.filter(|&stream| home != Home { thread, stream });
+            let fence = abroad.map(|stream| self.device.fence(stream)).transpose()?;
+            Ok(Freed { address, fence })
+        })
+    }
+
+    /// Says where the steps run from now on.
+    pub fn set_home(&self, home: Home) {
+        self.handover.locked(|| {
+            self.home_thread.store(home.thread, Ordering::Relaxed);
+            self.home_stream.store(home.stream.0, Ordering::Relaxed);
+        });
     }
 }

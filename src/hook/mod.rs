@@ -2,4 +2,6 @@
 //!
 //! May import: `current`, `units`.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
