@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::device::{Call, Fence, StreamId};
-use crate::engine::{Allocation, Engine, OnError, Shared};
+use crate::engine::{Allocation, By, Engine, OnError, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
 
@@ -221,14 +221,14 @@ impl Probe {
 
 /// Frees a buffer that an active step of this thread owns; `None` where none owns the address.
 #[inline]
-pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
+pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active
             .iter_mut()
             .rev()
             .find(|engine| engine.shared.contains(address))?;
-        Some(engine.free(address))
+        Some(engine.free(address, by))
     })
 }
 
@@ -241,9 +241,9 @@ pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
 ///
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
-/// and no buffer is live there.
+/// and no buffer is live there, or one that a value owns which the CPU hook served.
 pub fn free(address: Address) -> Result<(), Error> {
-    free_here(address).unwrap_or_else(|| free_elsewhere(address, None))
+    free_here(address, By::Program).unwrap_or_else(|| free_elsewhere(address, None, By::Program))
 }
 
 /// The same for memory that work on `stream` may still use: reuse waits for a fence behind it.
@@ -269,9 +269,9 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
                 return Some(Err(error));
             }
         }
-        Some(engine.free(address))
+        Some(engine.free(address, By::Program))
     });
-    here.unwrap_or_else(|| free_elsewhere(address, Some(stream)))
+    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), By::Program))
 }
 
 /// The same for a caller that names no stream: a GPU without stream-ordered allocation is waited for, as
@@ -302,14 +302,18 @@ fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
 
 /// Queues a free for the engine that owns the address, or applies it where the compiler is gone.
 #[cold]
-pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Result<(), Error> {
+pub(crate) fn free_elsewhere(
+    address: Address,
+    stream: Option<StreamId>,
+    by: By,
+) -> Result<(), Error> {
     let _bookkeeping = Bookkeeping::begin();
     let shared = owner(address).ok_or(Error::BadFree {
         address,
         reason: BadFree::Unknown,
     })?;
     shared
-        .push_free(address, stream)
+        .push_free(address, stream, by)
         .map_err(|source| Error::Device {
             call: Call::Fence,
             source,

@@ -71,6 +71,15 @@ pub(crate) enum OnError {
     Refuse,
 }
 
+/// Who frees a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// The program, by an address that it may have from anywhere: not what a value still owns.
+    Program,
+    /// The CPU hook: the value that owned the block is gone.
+    Hook,
+}
+
 /// Numbers of the step that is active, or of the last one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Counts {
@@ -257,6 +266,9 @@ impl Engine {
             self.tapes.cursor += 1;
             self.hash ^= entry.mix;
             self.table.set(entry.slot, Some(entry.placement));
+            if on_error == OnError::Postpone {
+                self.table.mark_hooked(entry.slot);
+            }
             self.scopes.count((entry.counter, entry.nth), entry.len);
             self.own_count += 1;
             self.live += wide;
@@ -270,15 +282,15 @@ impl Engine {
 
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
-    pub fn free(&mut self, address: Address) -> Result<(), Error> {
+    pub fn free(&mut self, address: Address, by: By) -> Result<(), Error> {
         if self.shared.handover.has_waiting() {
             self.drain();
         }
-        self.apply_free(address)
+        self.apply_free(address, by)
     }
 
     #[inline]
-    fn apply_free(&mut self, address: Address) -> Result<(), Error> {
+    fn apply_free(&mut self, address: Address, by: By) -> Result<(), Error> {
         let offset = address.0.wrapping_sub(self.shared.base.0);
         let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
             self.table
@@ -294,6 +306,13 @@ impl Engine {
                 reason: BadFree::NotLive,
             });
         };
+        if by == By::Program && self.table.is_hooked(slot) {
+            self.totals.bad_frees += 1;
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::Hooked,
+            });
+        }
         self.table.set(slot, None);
         self.step.events += 1;
         let placement = &self.graph.placements[number as usize];
@@ -341,7 +360,7 @@ impl Engine {
             }
             self.wait_abroad();
             // Counted where it is bad; nobody waits for the answer.
-            drop(self.apply_free(freed.address));
+            drop(self.apply_free(freed.address, freed.by));
         }
     }
 
@@ -362,7 +381,7 @@ impl Engine {
             if let Some(fence) = freed.fence {
                 drop(self.arena.device().wait(self.stream, fence));
             }
-            drop(self.apply_free(freed.address));
+            drop(self.apply_free(freed.address, freed.by));
         }
     }
 

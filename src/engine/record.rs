@@ -33,6 +33,12 @@ impl Engine {
                 reserved: self.arena.reserved(),
             }),
         };
+        if on_error == OnError::Postpone
+            && let Ok(Allocation::Here(address)) = result
+            && let Some(slot) = self.table.find(self.shared.unit(address))
+        {
+            self.table.mark_hooked(slot);
+        }
         match result {
             Err(error) if on_error == OnError::Postpone => {
                 self.postpone(error);

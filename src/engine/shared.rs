@@ -10,8 +10,8 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use super::Engine;
 use super::handover::Handover;
+use super::{By, Engine};
 use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -21,6 +21,7 @@ pub(crate) struct Freed {
     pub address: Address,
     /// Reuse waits for it.
     pub fence: Option<Fence>,
+    pub by: By,
 }
 
 /// Number of the calling thread; never reused.
@@ -75,6 +76,11 @@ impl Shared {
         Address(self.base.0 + u64::from(start) * ALIGNMENT.0)
     }
 
+    /// The unit of the range at an address in it.
+    pub fn unit(&self, address: Address) -> u32 {
+        ((address.0 - self.base.0) / ALIGNMENT.0) as u32
+    }
+
     #[inline]
     pub fn contains(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.base.0) < self.size.0
@@ -94,7 +100,12 @@ impl Shared {
     }
 
     /// Queues a free; work on `stream`, where one is named, may still use the memory.
-    pub fn push_free(&self, address: Address, stream: Option<StreamId>) -> Result<(), DeviceError> {
+    pub fn push_free(
+        &self,
+        address: Address,
+        stream: Option<StreamId>,
+        by: By,
+    ) -> Result<(), DeviceError> {
         self.handover.push_with(|| {
             let home = Home {
                 thread: self.home_thread.load(Ordering::Relaxed),
@@ -103,7 +114,7 @@ impl Shared {
             let thread = this_thread();
             let abroad = stream.filter(|&stream| home != Home { thread, stream });
             let fence = abroad.map(|stream| self.device.fence(stream)).transpose()?;
-            Ok(Freed { address, fence })
+            Ok(Freed { address, fence, by })
         })
     }
 
