@@ -174,7 +174,7 @@ impl Veteran {
                     _ => continue,
                 };
                 if let Some((address, pattern)) = self.slots[slot].take() {
-                    if random.next() % 4 == 0 {
+                    if random.next().is_multiple_of(4) {
                         self.give.send((address, pattern)).expect("it listens");
                     } else {
                         pattern.check(&*self.device, address);
@@ -193,14 +193,16 @@ impl Veteran {
                     self.slots[slot] = Some((address.0, pattern));
                 }
             }
-            if random.next() % 32 == 0 {
+            if random.next().is_multiple_of(32) {
                 step.abort();
             } else {
                 step.finish().expect("the step ends well");
             }
         }
-        if random.next() % 8 == 0 {
-            self.compiler.trim().expect("trimming works");
+        match random.next() % 32 {
+            0..4 => drop(self.compiler.trim().expect("trimming works")),
+            4 => drop(self.compiler.compile().expect("compiling works")),
+            _ => {}
         }
     }
 

@@ -2,6 +2,8 @@
 
 pub mod device;
 pub mod hook;
+pub mod lifespans;
+pub mod planner;
 pub mod trace;
 pub mod units;
 pub mod validate;
@@ -20,10 +22,12 @@ mod placer;
 mod scopes;
 mod stats;
 
-pub use compiler::{Compiler, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
+pub use compiler::{
+    Compiler, Pause, PinnedLayout, Scope, Snapshot, Step, pause, scope, strict_scope,
+};
 pub use current::{free, free_on};
 pub use engine::Allocation;
 pub use error::{BadFree, Error, Expected};
 pub use options::Options;
-pub use stats::{BranchStats, ScopeStats, Stats, StepReport};
+pub use stats::{BranchStats, Compiled, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};

@@ -20,6 +20,9 @@ pub struct Options {
     /// are forgotten, until half of it is free. What was forgotten is recorded again when it comes.
     /// Names of steps and scopes that never repeat are forgotten beyond the same number.
     pub edge_limit: u32,
+    /// Plan all buffers again after so many steps in a row in which nothing was recorded, as
+    /// [`Compiler::compile`](crate::Compiler::compile) does; `None` for only when that is called.
+    pub compile_after: Option<u32>,
     /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
     /// make it smaller where the system refuses (`ulimit -v`, valgrind).
     pub address_space: Bytes,
@@ -33,6 +36,7 @@ impl Default for Options {
             budget: None,
             threshold: Bytes::kib(16),
             edge_limit: 200_000,
+            compile_after: None,
             address_space: Bytes::gib(256),
         }
     }

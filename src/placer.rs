@@ -27,6 +27,8 @@
 //!
 //! May import: `bits`.
 
+mod install;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::bits::BitSet;
@@ -141,11 +143,11 @@ impl Placer {
         u32::try_from(self.frames.len()).expect("frames are numbered by u32")
     }
 
-    /// Virtual pages so far, mapped or once mapped.
+    /// Virtual pages with a frame.
     pub fn page_count(&self) -> u32 {
-        self.spaces
+        self.frames
             .iter()
-            .map(|space| space.frame_of.len())
+            .map(|frame| frame.aliases.len())
             .sum::<usize>() as u32
     }
 

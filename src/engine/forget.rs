@@ -1,9 +1,10 @@
 //! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten, and the
 //! scope paths and positions that no branch is left of.
 //!
-//! Every edge that a run took lies on the tape of its branch, so "recently used" is a property of
-//! branches, and the hot path has nothing to write down. At the beginning of a step nothing of the
-//! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
+//! Every edge that a finished run took lies on the tape of its branch, so "recently used" is a property of
+//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and
+//! the hot path has nothing to write down. At the beginning of a step nothing of the state is live, so
+//! edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
 
@@ -11,6 +12,7 @@ use std::collections::HashMap;
 
 use super::Engine;
 use crate::bits::BitSet;
+use crate::graph::Graph;
 use crate::graph::tape::SURVIVOR;
 use crate::mix::MixBuild;
 
@@ -20,21 +22,26 @@ impl Engine {
     /// Forgets branches, and edges on no tape, once there are more edges than the limit, or more scope
     /// paths and positions than that.
     pub(super) fn forget_oldest(&mut self) {
-        if self.graph.edges.len() <= self.edge_limit && self.scopes.remembered() <= self.scope_limit
-        {
+        let is_within = self.graph.edges.len() <= self.edge_limit
+            && self.scopes.remembered() <= self.scope_limit;
+        if is_within || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
         self.sync_placer();
         let kept = self.newest_branches(self.edge_limit / 2);
+        // A name without a branch records as for the first time, also in strict mode.
+        let branches = &self.tapes.branches;
+        self.finished
+            .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
         // Branches that stay keep their slots: hints name them.
         for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
             if !kept.contains(&at) {
-                branch.tape = Vec::new();
+                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
             }
         }
 
-        let old = std::mem::take(&mut self.graph);
+        let old = Graph::after(&mut self.graph);
         let mut placements = Numbers::default();
         let live: Vec<u32> = self.table.iter().collect();
         for number in live {
@@ -138,10 +145,8 @@ impl Engine {
     /// Forgets scope paths and names of steps that no branch is left of.
     fn forget_paths(&mut self) {
         self.scopes.count_survivors(self.survivors.iter().copied());
-        let names = || self.tapes.branches.iter().map(|branch| branch.name);
-        self.scopes.retain_paths(names());
-        let kept: std::collections::HashSet<u32> = names().collect();
-        self.finished.retain(|name| kept.contains(name));
+        let names = self.tapes.branches.iter().map(|branch| branch.name);
+        self.scopes.retain_paths(names);
         // One step may enter more scopes than the limit: not to be looked through every time.
         self.scope_limit = self.edge_limit.max(self.scopes.remembered() * 2);
     }

@@ -3,6 +3,7 @@
 //! May import: layers 0 and 3, `handover`.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Engine;
 use super::handover::Handover;
@@ -23,6 +24,8 @@ pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
+    /// Guards that hold the layout.
+    pins: AtomicUsize,
     /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
     pub handover: Handover<Freed, Box<Engine>>,
 }
@@ -33,6 +36,7 @@ impl Shared {
             base,
             size,
             device,
+            pins: AtomicUsize::new(0),
             handover: Handover::new(),
         }
     }
@@ -46,5 +50,18 @@ impl Shared {
     #[inline]
     pub fn contains(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.base.0) < self.size.0
+    }
+
+    pub fn pin(&self) {
+        self.pins.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn unpin(&self) {
+        self.pins.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether the layout must stay as it is.
+    pub fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Relaxed) > 0
     }
 }

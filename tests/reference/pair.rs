@@ -246,6 +246,17 @@ impl Book {
             .iter()
             .map(|(&address, buffer)| (Address(address), Bytes(buffer.class)));
         assert_eq!(snapshot.live, live.collect::<Vec<_>>(), "live buffers");
+        // The library's own validator must agree; it is quadratic in pages.
+        let pages = |size: Bytes| size.0 / snapshot.granule.0 + 2;
+        if snapshot
+            .live
+            .iter()
+            .map(|&(_, size)| pages(size))
+            .sum::<u64>()
+            < 200
+        {
+            assert_eq!(snapshot.validate(), Ok(()));
+        }
     }
 }
 
