@@ -4,7 +4,7 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, and below; `hook/host` for the least threshold.
+//! May import: `engine`, `current`, and below.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -15,8 +15,7 @@ use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
-use crate::hook::host::SMALLEST_THRESHOLD;
-use crate::options::Options;
+use crate::options::{Options, SMALLEST_THRESHOLD};
 use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
@@ -65,6 +64,9 @@ impl Compiler {
         }
         if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
             return wrong("granule", format!("{granule} is above 32 MiB"));
+        }
+        if options.edge_limit == 0 {
+            return wrong("edge_limit", "nothing could be recorded".into());
         }
         if options.threshold < SMALLEST_THRESHOLD {
             let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);

@@ -4,6 +4,9 @@
 
 use crate::units::Bytes;
 
+/// The smallest threshold that a compiler may ask for: what is smaller never asks for a step.
+pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
+
 /// How a compiler works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {

@@ -198,22 +198,6 @@ impl fmt::Display for Stats {
             self.survivors,
             self.survivor_bytes
         )?;
-        let surviving = || {
-            let scopes = self.scopes.iter();
-            scopes.filter(|scope| scope.survivor_positions > 0)
-        };
-        for (nth, scope) in surviving().take(SHOWN_SCOPES).enumerate() {
-            let before = if nth == 0 {
-                "\nsurvivors come from "
-            } else {
-                ", "
-            };
-            let (path, count) = (&scope.path, scope.survivor_positions);
-            write!(f, "{before}{path} ({count})")?;
-        }
-        if let Some(more) = surviving().count().checked_sub(SHOWN_SCOPES + 1) {
-            write!(f, " and {} scopes more", more + 1)?;
-        }
         if let Some(compiled) = &self.compiled {
             let verb = if compiled.is_installed {
                 "installed"
@@ -229,6 +213,22 @@ impl fmt::Display for Stats {
                 compiled.device_calls,
                 compiled.time.as_secs_f64() * 1e3
             )?;
+        }
+        let surviving = || {
+            let scopes = self.scopes.iter();
+            scopes.filter(|scope| scope.survivor_positions > 0)
+        };
+        for (nth, scope) in surviving().take(SHOWN_SCOPES).enumerate() {
+            let before = if nth == 0 {
+                "\nsurvivors come from "
+            } else {
+                ", "
+            };
+            let (path, count) = (&scope.path, scope.survivor_positions);
+            write!(f, "{before}{path} ({count})")?;
+        }
+        if let Some(more) = surviving().count().checked_sub(SHOWN_SCOPES + 1) {
+            write!(f, " and {} scopes more", more + 1)?;
         }
         for (count, what) in [
             (self.bad_frees, "bad frees"),

@@ -7,6 +7,8 @@
 //! edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
+//!
+//! May import: what `engine` may.
 
 use std::collections::HashMap;
 
@@ -22,9 +24,9 @@ impl Engine {
     /// Forgets branches, and edges on no tape, once there are more edges than the limit, or more scope
     /// paths and positions than that.
     pub(super) fn forget_oldest(&mut self) {
-        let is_within = self.graph.edges.len() <= self.edge_limit
+        let is_little = self.graph.edges.len() <= self.edge_limit
             && self.scopes.remembered() <= self.scope_limit;
-        if is_within || self.shared.is_pinned() {
+        if is_little || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);

@@ -1,4 +1,6 @@
 //! The slow path of an allocation: everything but the next tape entry.
+//!
+//! May import: what `engine` may.
 
 use super::{Allocation, Engine, OnError, Recording};
 use crate::error::{Error, Expected};

@@ -1,6 +1,6 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
-//! May import: layers 0 and 3, `handover`.
+//! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

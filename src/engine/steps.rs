@@ -1,4 +1,6 @@
 //! The life of a step: begin, end, abort; survivors; trim; numbers.
+//!
+//! May import: what `engine` may.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
