@@ -199,8 +199,10 @@ impl Veteran {
                 step.finish().expect("the step ends well");
             }
         }
-        if random.next().is_multiple_of(8) {
-            self.compiler.trim().expect("trimming works");
+        match random.next() % 32 {
+            0..4 => drop(self.compiler.trim().expect("trimming works")),
+            4 => drop(self.compiler.compile().expect("compiling works")),
+            _ => {}
         }
     }
 

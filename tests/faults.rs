@@ -127,6 +127,7 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
         );
         pair.end();
         if failures == 0 {
+            println!("{n} calls failed in turn: {call:?} {repeat:?} {error}");
             return n;
         }
     }

@@ -111,6 +111,7 @@ fn any_device_call_may_fail_under_the_hook() {
             drop(kept);
             assert!(device.is_empty(), "after call {n}: {:?}", device.books());
             if failures == 0 {
+                println!("{n} calls failed in turn: {repeat:?} {error}");
                 assert!(n > 30, "{n} calls are few");
                 break;
             }

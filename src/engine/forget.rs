@@ -2,9 +2,10 @@
 //! scope paths and positions that no branch is left of.
 //!
 //! Every edge that a finished run took lies on the tape of its branch, so "recently used" is a property of
-//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first),
-//! and the hot path has nothing to write down. At the beginning of a step nothing of the state is live, so
-//! edges may go in any number: the graph is built afresh from the tapes that stay. Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
+//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and
+//! the hot path has nothing to write down. At the beginning of a step nothing of the state is live, so
+//! edges may go in any number: the graph is built afresh from the tapes that stay.
+//! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
 //!
 //! May import: what `engine` may.
@@ -146,10 +147,8 @@ impl Engine {
     /// Forgets scope paths and names of steps that no branch is left of.
     fn forget_paths(&mut self) {
         self.scopes.count_survivors(self.survivors.iter().copied());
-        let names = || self.tapes.branches.iter().map(|branch| branch.name);
-        self.scopes.retain_paths(names());
-        let kept: std::collections::HashSet<u32> = names().collect();
-        self.finished.retain(|name| kept.contains(name));
+        let names = self.tapes.branches.iter().map(|branch| branch.name);
+        self.scopes.retain_paths(names);
         // One step may enter more scopes than the limit: not to be looked through every time.
         self.scope_limit = self.edge_limit.max(self.scopes.remembered() * 2);
     }
