@@ -16,8 +16,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, PoisonError, RwLock, TryLockError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, Engine, OnError, Shared};
@@ -320,40 +320,22 @@ pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Resu
 }
 
 /// Ends a compiler: at once, or with its last buffer.
-pub(crate) fn orphan(mut engine: Box<Engine>) {
+pub(crate) fn orphan(engine: Box<Engine>) {
     let _bookkeeping = Bookkeeping::begin();
     let shared = Arc::clone(&engine.shared);
-    engine.drain();
-    *shared.orphan.lock().unwrap_or_else(PoisonError::into_inner) = Some(engine);
+    shared.handover.leave(engine);
     reap(&shared);
 }
 
 /// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
-///
-/// Never waits: whoever holds the engine looks again after letting go of it, and the fences order that
-/// look behind every free whose thread found the engine held. So a free that comes out of the engine's
-/// own work (a logger's buffer, say) cannot wait for itself.
 fn reap(shared: &Arc<Shared>) {
-    loop {
-        fence(Ordering::SeqCst);
-        let mut orphan = match shared.orphan.try_lock() {
-            Ok(orphan) => orphan,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return,
-        };
-        let Some(engine) = &mut *orphan else { return };
-        engine.drain();
-        if engine.live_count() == 0 {
+    let ended = shared.handover.reap(|engine| {
+        engine.drain_orphan();
+        let is_empty = engine.live_count() == 0;
+        if is_empty {
             deregister(shared);
-            let engine = orphan.take();
-            drop(orphan);
-            drop(engine);
-            return;
         }
-        drop(orphan);
-        fence(Ordering::SeqCst);
-        if !shared.has_frees() {
-            return;
-        }
-    }
+        is_empty
+    });
+    drop(ended);
 }

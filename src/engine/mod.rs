@@ -22,6 +22,7 @@
 
 mod compile;
 mod forget;
+mod handover;
 mod record;
 mod shared;
 mod steps;
@@ -36,7 +37,7 @@ pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{GpuIdentity, StreamId};
+use crate::device::{Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -139,6 +140,8 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most scope paths and positions.
+    scope_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
@@ -216,6 +219,7 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
@@ -240,7 +244,7 @@ impl Engine {
     /// Serves an allocation of the active step.
     #[inline]
     pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         let wide = wide_units(size);
@@ -267,7 +271,7 @@ impl Engine {
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
     pub fn free(&mut self, address: Address) -> Result<(), Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         self.apply_free(address)
@@ -326,35 +330,23 @@ impl Engine {
         self.recent_peak = self.live;
     }
 
-    /// Applies the frees that other threads queued.
+    /// Applies the frees that other threads queued. One that the device cannot order behind the work of
+    /// its stream stays queued, and its buffer live, until a later call can.
     #[cold]
     pub fn drain(&mut self) {
-        for freed in self.shared.take_frees() {
-            if let Some(fence) = freed.fence
-                && let Err(error) = self.arena.device().wait(self.stream, fence)
-            {
-                // Reuse is only safe behind the fence; waiting for everything is behind it too.
-                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
-                if self.arena.device().synchronise().is_err() {
-                    self.totals.bad_frees += 1;
-                    continue;
-                }
+        for freed in self.shared.handover.take() {
+            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+                self.shared.handover.push(freed);
+                continue;
             }
-            self.wait_abroad();
             // Counted where it is bad; nobody waits for the answer.
             drop(self.apply_free(freed.address));
         }
     }
 
-    /// A wait binds the calling thread's stream: where that may be another than the steps', everything is
-    /// waited for.
-    fn wait_abroad(&self) {
-        if self.gpu.is_some()
-            && self.home_thread != this_thread()
-            && let Err(error) = self.arena.device().synchronise()
-        {
-            tracing::warn!(%error, "waiting for the device failed");
-        }
+    /// Whether the steps' stream may be another than the one that its handle names on this thread.
+    pub(super) fn is_abroad(&self) -> bool {
+        self.gpu.is_some() && self.home_thread != this_thread()
     }
 
     /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
@@ -362,14 +354,41 @@ impl Engine {
         if self.home_thread == this_thread() {
             return;
         }
-        if self.home_thread != 0 {
-            self.wait_abroad();
+        if self.home_thread != 0
+            && self.is_abroad()
+            && let Err(error) = self.arena.device().synchronise()
+        {
+            tracing::warn!(%error, "waiting for the device failed");
         }
         self.home_thread = this_thread();
         self.shared.set_home(Home {
             thread: self.home_thread,
             stream: self.stream,
         });
+    }
+
+    /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
+    fn is_behind(&self, fence: Fence) -> bool {
+        let device = self.arena.device();
+        match device.wait(self.stream, fence) {
+            Ok(()) if !self.is_abroad() => return true,
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+            }
+        }
+        device.synchronise().is_ok()
+    }
+
+    /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
+    /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
+    pub fn drain_orphan(&mut self) {
+        for freed in self.shared.handover.take() {
+            if let Some(fence) = freed.fence {
+                drop(self.arena.device().wait(self.stream, fence));
+            }
+            drop(self.apply_free(freed.address));
+        }
     }
 
     /// Tells scopes and totals how much was live at most, before what the peaks consist of changes.

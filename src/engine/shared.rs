@@ -1,15 +1,17 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
 //! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
-//! where the next use of the memory is enqueued behind the last. Home and queue are under one lock: a
-//! free without a fence is in the queue before the engine can move.
+//! where the next use of the memory is enqueued behind the last. A free without a fence is queued under
+//! the lock of the home: it is in the queue before the engine can move.
 //!
-//! May import: layers 0 and 3; `engine`, which it keeps once orphaned.
+//! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::Engine;
+use super::handover::Handover;
 use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -39,26 +41,17 @@ pub(crate) struct Home {
     pub stream: StreamId,
 }
 
-/// What lies under the lock.
-#[derive(Debug, Default)]
-struct Queue {
-    home: Home,
-    frees: Vec<Freed>,
-}
-
 /// See the module's page.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
-    /// Length of the queue, so that the engine looks without a lock.
-    waiting: AtomicUsize,
+    home: Mutex<Home>,
     /// Guards that hold the layout.
     pins: AtomicUsize,
-    queue: Mutex<Queue>,
-    /// The engine, once its compiler was dropped before its last buffer.
-    pub orphan: Mutex<Option<Box<super::Engine>>>,
+    /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
+    pub handover: Handover<Freed, Box<Engine>>,
 }
 
 impl Shared {
@@ -67,10 +60,9 @@ impl Shared {
             base,
             size,
             device,
-            waiting: AtomicUsize::new(0),
             pins: AtomicUsize::new(0),
-            queue: Mutex::default(),
-            orphan: Mutex::new(None),
+            home: Mutex::default(),
+            handover: Handover::new(),
         }
     }
 
@@ -98,40 +90,24 @@ impl Shared {
         self.pins.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether frees wait. A free that another thread is making at this moment may be missed; it is
-    /// seen at the next call.
-    #[inline]
-    pub fn has_frees(&self) -> bool {
-        self.waiting.load(Ordering::Relaxed) != 0
-    }
-
     /// Queues a free; work on `stream`, where one is named, may still use the memory.
     pub fn push_free(&self, address: Address, stream: Option<StreamId>) -> Result<(), DeviceError> {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        let abroad = stream.filter(|&stream| {
-            queue.home
-                != Home {
-                    thread: this_thread(),
-                    stream,
-                }
-        });
-        let fence = abroad.map(|stream| self.device.fence(stream)).transpose()?;
-        queue.frees.push(Freed { address, fence });
-        self.waiting.store(queue.frees.len(), Ordering::Release);
+        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        let thread = this_thread();
+        let abroad = stream.filter(|&stream| *home != Home { thread, stream });
+        let Some(stream) = abroad else {
+            let fence = None;
+            self.handover.push(Freed { address, fence });
+            return Ok(());
+        };
+        drop(home);
+        let fence = Some(self.device.fence(stream)?);
+        self.handover.push(Freed { address, fence });
         Ok(())
     }
 
     /// Says where the steps run from now on.
     pub fn set_home(&self, home: Home) {
-        self.queue
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .home = home;
-    }
-
-    pub fn take_frees(&self) -> Vec<Freed> {
-        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        self.waiting.store(0, Ordering::Release);
-        std::mem::take(&mut queue.frees)
+        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = home;
     }
 }
