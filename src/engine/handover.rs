@@ -54,22 +54,9 @@ impl<F, E> Handover<F, E> {
 
     /// Queues a free. [`reap`](Self::reap) comes next, unless the caller is the owner.
     pub fn push(&self, freed: F) {
-        let made: Result<(), std::convert::Infallible> = self.push_with(|| Ok(freed));
-        made.unwrap_or_else(|never| match never {});
-    }
-
-    /// Queues what `make` returns, which is made under the lock of the queue.
-    pub fn push_with<X>(&self, make: impl FnOnce() -> Result<F, X>) -> Result<(), X> {
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.push(make()?);
+        queue.push(freed);
         self.waiting.store(queue.len(), Ordering::Release);
-        Ok(())
-    }
-
-    /// Calls `f` under the lock of the queue.
-    pub fn locked<T>(&self, f: impl FnOnce() -> T) -> T {
-        let _queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        f()
     }
 
     /// Takes all frees that wait.

@@ -358,19 +358,44 @@ impl Engine {
                 self.shared.handover.push(freed);
                 continue;
             }
-            self.wait_abroad();
             // Counted where it is bad; nobody waits for the answer.
             drop(self.apply_free(freed.address, freed.by));
         }
     }
 
+    /// Whether the steps' stream may be another than the one that its handle names on this thread.
+    pub(super) fn is_abroad(&self) -> bool {
+        self.gpu.is_some() && self.home_thread != this_thread()
+    }
+
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
+    fn move_home(&mut self) {
+        if self.home_thread == this_thread() {
+            return;
+        }
+        if self.home_thread != 0
+            && self.is_abroad()
+            && let Err(error) = self.arena.device().synchronise()
+        {
+            tracing::warn!(%error, "waiting for the device failed");
+        }
+        self.home_thread = this_thread();
+        self.shared.set_home(Home {
+            thread: self.home_thread,
+            stream: self.stream,
+        });
+    }
+
     /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
     fn is_behind(&self, fence: Fence) -> bool {
         let device = self.arena.device();
-        let Err(error) = device.wait(self.stream, fence) else {
-            return true;
-        };
-        tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+        match device.wait(self.stream, fence) {
+            Ok(()) if !self.is_abroad() => return true,
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+            }
+        }
         device.synchronise().is_ok()
     }
 
@@ -383,32 +408,6 @@ impl Engine {
             }
             drop(self.apply_free(freed.address, freed.by));
         }
-    }
-
-    /// A wait binds the calling thread's stream: where that may be another than the steps', everything is
-    /// waited for.
-    fn wait_abroad(&self) {
-        if self.gpu.is_some()
-            && self.home_thread != this_thread()
-            && let Err(error) = self.arena.device().synchronise()
-        {
-            tracing::warn!(%error, "waiting for the device failed");
-        }
-    }
-
-    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
-    fn move_home(&mut self) {
-        if self.home_thread == this_thread() {
-            return;
-        }
-        if self.home_thread != 0 {
-            self.wait_abroad();
-        }
-        self.home_thread = this_thread();
-        self.shared.set_home(Home {
-            thread: self.home_thread,
-            stream: self.stream,
-        });
     }
 
     /// Tells scopes and totals how much was live at most, before what the peaks consist of changes.

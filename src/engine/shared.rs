@@ -1,14 +1,14 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
 //! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
-//! where the next use of the memory is enqueued behind the last. Home is read and written under the lock
-//! of the queue: a free without a fence is in the queue before the engine can move.
+//! where the next use of the memory is enqueued behind the last. A free without a fence is queued under
+//! the lock of the home: it is in the queue before the engine can move.
 //!
 //! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
 use std::cell::Cell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::handover::Handover;
 use super::{By, Engine};
@@ -48,13 +48,11 @@ pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
+    home: Mutex<Home>,
     /// Guards that hold the layout.
     pins: AtomicUsize,
     /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
     pub handover: Handover<Freed, Box<Engine>>,
-    /// Where the steps run; under the lock of the queue.
-    home_thread: AtomicU64,
-    home_stream: AtomicU64,
 }
 
 impl Shared {
@@ -64,9 +62,8 @@ impl Shared {
             size,
             device,
             pins: AtomicUsize::new(0),
+            home: Mutex::default(),
             handover: Handover::new(),
-            home_thread: AtomicU64::new(0),
-            home_stream: AtomicU64::new(0),
         }
     }
 
@@ -106,23 +103,22 @@ impl Shared {
         stream: Option<StreamId>,
         by: By,
     ) -> Result<(), DeviceError> {
-        self.handover.push_with(|| {
-            let home = Home {
-                thread: self.home_thread.load(Ordering::Relaxed),
-                stream: StreamId(self.home_stream.load(Ordering::Relaxed)),
-            };
-            let thread = this_thread();
-            let abroad = stream.filter(|&stream| home != Home { thread, stream });
-            let fence = abroad.map(|stream| self.device.fence(stream)).transpose()?;
-            Ok(Freed { address, fence, by })
-        })
+        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        let thread = this_thread();
+        let abroad = stream.filter(|&stream| *home != Home { thread, stream });
+        let Some(stream) = abroad else {
+            let fence = None;
+            self.handover.push(Freed { address, fence, by });
+            return Ok(());
+        };
+        drop(home);
+        let fence = Some(self.device.fence(stream)?);
+        self.handover.push(Freed { address, fence, by });
+        Ok(())
     }
 
     /// Says where the steps run from now on.
     pub fn set_home(&self, home: Home) {
-        self.handover.locked(|| {
-            self.home_thread.store(home.thread, Ordering::Relaxed);
-            self.home_stream.store(home.stream.0, Ordering::Relaxed);
-        });
+        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = home;
     }
 }

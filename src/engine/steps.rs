@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::shared::{Home, this_thread};
+use super::shared::Home;
 use super::{Active, Counts, Engine};
 use crate::device::{Call, StreamId};
 use crate::error::Error;
@@ -323,7 +323,7 @@ impl Engine {
         }
         let refused = |call| move |source| Error::Device { call, source };
         let device = self.arena.device();
-        if self.home_thread == this_thread() || self.gpu.is_none() {
+        if !self.is_abroad() {
             let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
             device.wait(stream, fence).map_err(refused(Call::Wait))?;
         } else if self.home_thread != 0 {
