@@ -9,7 +9,7 @@
 //! [`Device`] is the driver's virtual-memory interface and nothing more; it knows nothing of steps
 //! or plans. Methods take `&self`, so that a test and a compiler can share one device through an
 //! `Arc`. [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to
-//! limit or to fail its calls. [`Cuda`] (feature `cuda`) is an NVIDIA GPU's. `tests/device_contract.rs` holds every implementation to this page.
+//! limit or to fail its calls. `Cuda` (feature `cuda`) is an NVIDIA GPU's. `tests/device_contract.rs` holds every implementation to this page.
 //!
 //! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
 //! trait and the adaptors remain.
