@@ -10,6 +10,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crate::arena::Arena;
+use crate::budget::Budget;
 use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, Engine, OnError, Shared};
@@ -17,6 +18,7 @@ use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::hook::host::SMALLEST_THRESHOLD;
 use crate::options::Options;
+use crate::pager::Pager;
 use crate::stats::{Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
@@ -39,6 +41,27 @@ impl Compiler {
     /// [`Error::Option`] for an option that cannot work, [`Error::Device`] when the device refuses
     /// the addresses.
     pub fn new(device: Arc<dyn Device>, options: Options) -> Result<Self, Error> {
+        let budget = Budget::new(options.budget);
+        Self::sharing(device, options, budget)
+    }
+
+    /// A compiler on the device of `pager` and within its budget: steps and weights share it. A step
+    /// that needs pages has weights evicted, lowest priority first; what [`trim`](Self::trim) and the
+    /// end of the compiler give back, weights may have again.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); `Options::budget` is `None` here, the pager's is the one that counts.
+    pub fn with_pager(pager: &Pager, options: Options) -> Result<Self, Error> {
+        if options.budget.is_some() {
+            return Err(Error::Option {
+                option: "budget",
+                reason: "the pager's budget is the one that counts".to_owned(),
+            });
+        }
+        Self::sharing(Arc::clone(pager.device()), options, pager.budget().clone())
+    }
+
+    fn sharing(device: Arc<dyn Device>, options: Options, budget: Budget) -> Result<Self, Error> {
         let _bookkeeping = Bookkeeping::begin();
         let granule = device.granule();
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
@@ -69,13 +92,17 @@ impl Compiler {
         } else {
             Bytes(u64::MAX)
         };
-        let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget)
-            .map_err(|refusal| match refusal {
-                crate::arena::Refusal::Device { call, source } => Error::Device { call, source },
-                _ => Error::AddressSpace {
-                    asked: options.address_space,
-                    reserved: Bytes::ZERO,
-                },
+        let arena =
+            Arena::new(Arc::clone(&device), options.address_space, budget).map_err(|refusal| {
+                match refusal {
+                    crate::arena::Refusal::Device { call, source } => {
+                        Error::Device { call, source }
+                    }
+                    _ => Error::AddressSpace {
+                        asked: options.address_space,
+                        reserved: Bytes::ZERO,
+                    },
+                }
             })?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);

@@ -2,12 +2,14 @@
 
 pub mod device;
 pub mod hook;
+pub mod pager;
 pub mod trace;
 pub mod units;
 pub mod validate;
 
 mod arena;
 mod bits;
+mod budget;
 mod compiler;
 mod current;
 mod engine;
