@@ -8,7 +8,8 @@
 //! ```
 //!
 //! A page is claimed before it is created and given after it was released, so what the device holds
-//! never exceeds what is claimed, whatever fails in between.
+//! never exceeds what is claimed, whatever fails in between. Only
+//! [`WeightRange::pin_beyond`](crate::pager::WeightRange::pin_beyond) claims past the limit.
 //!
 //! Invariant: `relieve` is called by arenas only and locks the pager; the pager never calls an arena.
 //! So the two cannot wait for each other.
@@ -57,7 +58,7 @@ impl Budget {
 
     /// Bytes that could be claimed now.
     pub fn free(&self) -> Bytes {
-        Bytes(self.0.limit - self.0.used.load(Ordering::Acquire))
+        self.limit().saturating_sub(self.used())
     }
 
     pub fn used(&self) -> Bytes {
@@ -74,6 +75,12 @@ impl Budget {
                 used.checked_add(bytes.0).filter(|&sum| sum <= limit)
             });
         claimed.is_ok()
+    }
+
+    /// Takes `bytes` whether they are free or not: for memory that is given back as soon as the work that
+    /// needs it at once is done.
+    pub fn claim_beyond(&self, bytes: Bytes) {
+        self.0.used.fetch_add(bytes.0, Ordering::AcqRel);
     }
 
     /// Gives claimed bytes back.

@@ -4,7 +4,7 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, and below; `hook/host` for the least threshold.
+//! May import: `engine`, `current`, `watch`, and below; `hook/host` for the least threshold.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use crate::pager::Pager;
 use crate::stats::{Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
+use crate::watch;
 
 /// Records steps and replays them; see the [crate documentation](crate).
 ///
@@ -313,6 +314,8 @@ pub struct Scope {
     /// The step's serial, 0 for none, and the depth at which the scope is open.
     step: u64,
     depth: usize,
+    /// Number by which watches know it, 0 for none.
+    watched: u64,
     thread: PhantomData<*const ()>,
 }
 
@@ -342,12 +345,16 @@ fn open_scope(name: &str, strict: bool) -> Scope {
     Scope {
         step,
         depth,
+        watched: watch::opened(name),
         thread: PhantomData,
     }
 }
 
 impl Drop for Scope {
     fn drop(&mut self) {
+        if self.watched != 0 {
+            watch::closed(self.watched);
+        }
         if self.step != 0 {
             // When its step is over it was closed, and counted as left open, at the end.
             current::with_step(self.step, |engine| engine.leave(self.depth));

@@ -21,6 +21,7 @@ mod pages;
 mod placer;
 mod scopes;
 mod stats;
+mod watch;
 
 pub use compiler::{Compiler, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
 pub use current::{free, free_on};
@@ -29,3 +30,4 @@ pub use error::{BadFree, Error, Expected};
 pub use options::Options;
 pub use stats::{BranchStats, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};
+pub use watch::{ScopeWatch, watch_scopes};

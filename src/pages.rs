@@ -168,6 +168,16 @@ impl Pages {
                 },
             });
         }
+        self.create_claimed()
+    }
+
+    /// The same, past the budget.
+    pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
+        self.budget.claim_beyond(self.granule);
+        self.create_claimed()
+    }
+
+    fn create_claimed(&mut self) -> Result<PageId, Refused> {
         let page = self.create();
         match page {
             Ok(_) => self.owned += 1,

@@ -303,6 +303,30 @@ fn writable_weights_are_saved_before_they_leave() {
 }
 
 #[test]
+fn what_goes_beyond_the_budget_leaves_with_its_last_pin_and_the_rest_stays() {
+    let (device, pager) = pager(4);
+    let range = pager.range(pages(6)).unwrap();
+    let beyond = |page, count, since| range.pin_beyond(pages(page), pages(count), since).unwrap();
+    let first = beyond(0, 6, Stamp::NEVER);
+    assert_eq!(
+        (device.books().held, pager.stats().used),
+        (pages(6), pages(6))
+    );
+    let second = beyond(5, 1, Stamp::NEVER);
+    let stamp = first.stamp();
+    drop(first);
+    assert_eq!(device.books().held, pages(5));
+    drop(second);
+    assert_eq!((resident(&range), device.books().held), (4, pages(4)));
+    assert_eq!(pager.stats().beyond_peak, pages(2));
+    let again = beyond(0, 6, stamp);
+    assert_eq!(again.stale().len(), 1);
+    assert_eq!(again.stale()[0].offset, pages(4));
+    drop((again, range));
+    assert!(device.is_empty());
+}
+
+#[test]
 fn bytes_outside_the_range_are_an_error() {
     let (_device, pager) = pager(2);
     assert!(matches!(

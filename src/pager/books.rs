@@ -42,6 +42,8 @@ struct Slot {
     pins: u32,
     /// Whether it was pinned since: before that nobody can have filled it, and nothing is to save.
     handed_out: bool,
+    /// Whether it came in past the budget, and leaves with its last pin.
+    beyond: bool,
 }
 
 #[derive(Debug)]
@@ -148,12 +150,13 @@ impl Books {
         range.watermark = range.slots.len() as u32;
     }
 
-    /// Makes pages resident and pins them; `None` when they do not fit.
+    /// Makes pages resident and pins them; `None` when they do not fit and may not go `beyond`.
     pub fn pin(
         &mut self,
         id: u64,
         pages: &Pages32<u32>,
         since: Stamp,
+        beyond: bool,
     ) -> Result<Option<Brought>, Refused> {
         let returns = self.budget.returns();
         let range = self.range(id);
@@ -178,7 +181,10 @@ impl Books {
             }
             if !brought? {
                 self.stats.streamed += 1;
-                return Ok(None);
+                if !beyond {
+                    return Ok(None);
+                }
+                self.bring_beyond(id, &missing)?;
             }
         }
         let slots = &mut self.range(id).slots[pages.start as usize..pages.end as usize];
@@ -205,9 +211,21 @@ impl Books {
 
     /// Lets pinned pages go when they are needed.
     pub fn unpin(&mut self, id: u64, pages: &Pages32<u32>) {
-        for slot in &mut self.range(id).slots[pages.start as usize..pages.end as usize] {
+        let mut leaving = Vec::new();
+        let range = self.range(id);
+        for page in pages.clone() {
+            let slot = &mut range.slots[page as usize];
             debug_assert!(slot.pins > 0, "only pinned pages are unpinned");
             slot.pins -= 1;
+            if slot.pins == 0 && slot.beyond {
+                leaving.push((id, page));
+            }
+        }
+        if !leaving.is_empty() {
+            // What the device refuses stays, unpinned, for the next one who is short.
+            let watermark = range.watermark;
+            drop(self.evict(&leaving, &mut Vec::new()));
+            self.range(id).watermark = watermark;
         }
     }
 
@@ -271,32 +289,84 @@ impl Books {
                 Err(error) => break Err(error),
             }
         };
-        let range = self.range(id);
         if fits != Ok(true) {
-            for page in taken {
-                drop(range.pages.give_back(page));
-            }
+            self.give_back(id, taken);
             return fits;
         }
+        self.settle(id, missing, taken, missing.len())?;
+        Ok(true)
+    }
+
+    /// Puts pages under `missing`, past the budget where it is used up.
+    fn bring_beyond(&mut self, id: u64, missing: &[u32]) -> Result<(), Refused> {
+        let mut taken = Vec::with_capacity(missing.len());
+        let mut within = 0;
+        while taken.len() < missing.len() {
+            let pages = &mut self.range(id).pages;
+            let page = match pages.take() {
+                Ok(page) => {
+                    within = taken.len() + 1;
+                    Ok(page)
+                }
+                Err(Refused {
+                    source: DeviceError::OutOfMemory { .. },
+                    ..
+                }) => pages.take_beyond(),
+                refused => refused,
+            };
+            match page {
+                Ok(page) => taken.push(page),
+                Err(error) => {
+                    self.give_back(id, taken);
+                    return Err(error);
+                }
+            }
+        }
+        self.settle(id, missing, taken, within)?;
+        let over = self.budget.used().saturating_sub(self.budget.limit());
+        self.stats.beyond_peak = self.stats.beyond_peak.max(over);
+        Ok(())
+    }
+
+    fn give_back(&mut self, id: u64, taken: Vec<PageId>) {
+        let pages = &mut self.range(id).pages;
+        for page in taken {
+            // A refused page is spare.
+            drop(pages.give_back(page));
+        }
+    }
+
+    /// Maps `taken` under `missing`, of which the first `within` are within the budget. A refusal leaves whole runs in, and gives the rest back.
+    fn settle(
+        &mut self,
+        id: u64,
+        missing: &[u32],
+        taken: Vec<PageId>,
+        within: usize,
+    ) -> Result<(), Refused> {
+        let beyond_from = missing.get(within).copied().unwrap_or(u32::MAX);
+        let range = self.range(id);
         let mut taken = taken.into_iter();
         for run in missing.chunk_by(|a, b| a + 1 == *b) {
             let ids: Vec<PageId> = taken.by_ref().take(run.len()).collect();
             if let Err(error) = range.pages.map(run[0], &ids) {
                 range.pages.discard(run[0], &ids);
-                for page in taken {
-                    drop(range.pages.give_back(page));
-                }
+                self.give_back(id, taken.collect());
                 return Err(error);
             }
             let stamp = STAMPS.fetch_add(1, Ordering::Relaxed);
             for (&page, id) in run.iter().zip(ids) {
-                let slot = &mut range.slots[page as usize];
-                (slot.page, slot.stamp, slot.handed_out) = (Some(id), stamp, false);
+                range.slots[page as usize] = Slot {
+                    page: Some(id),
+                    stamp,
+                    beyond: page >= beyond_from,
+                    ..Slot::default()
+                };
             }
             range.resident += run.len() as u32;
             range.arrivals += run.len() as u64;
         }
-        Ok(true)
+        Ok(())
     }
 
     /// The first `limit` pages to go: for a pin of a range that ends at a page, or for a step.

@@ -129,6 +129,8 @@ pub struct PagerStats {
     pub evicting: u64,
     /// Pins that did not fit.
     pub streamed: u64,
+    /// Most bytes that [`WeightRange::pin_beyond`] went past the budget at once.
+    pub beyond_peak: Bytes,
     /// Device memory calls made for weights.
     pub device_calls: u64,
 }
@@ -240,7 +242,9 @@ impl Pager {
         self.0.lock().books.stats()
     }
 
-    pub(crate) fn device(&self) -> &Arc<dyn Device> {
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &Arc<dyn Device> {
         &self.0.device
     }
 
@@ -312,6 +316,12 @@ impl WeightRange {
         Bytes(u64::from(self.0.page_count) * self.granule().0)
     }
 
+    /// Whether its addresses are ones of this process.
+    #[must_use]
+    pub fn is_host_memory(&self) -> bool {
+        self.0.pager.device.is_host_memory()
+    }
+
     fn granule(&self) -> Bytes {
         self.0.pager.device.granule()
     }
@@ -346,11 +356,39 @@ impl WeightRange {
     /// [`Error::Option`] for bytes outside the range, [`Error::Device`] when the device refuses: then
     /// nothing is pinned, and all that was resident and not evicted still is.
     pub fn pin(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pin, Error> {
+        Ok(match self.pin_pages(offset, size, since, false)? {
+            Some(pinned) => Pin::Resident(pinned),
+            None => Pin::Stream,
+        })
+    }
+
+    /// The same for bytes that cannot be brought in another way: where they do not fit they go past the
+    /// budget, and leave with their last pin. [`PagerStats::beyond_peak`] says how far.
+    ///
+    /// # Errors
+    /// As [`pin`](Self::pin); a device without memory is an [`Error::Device`] here.
+    pub fn pin_beyond(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pinned, Error> {
+        let pinned = self.pin_pages(offset, size, since, true)?;
+        Ok(pinned.expect("pages past the budget always fit it"))
+    }
+
+    fn pin_pages(
+        &self,
+        offset: Bytes,
+        size: Bytes,
+        since: Stamp,
+        beyond: bool,
+    ) -> Result<Option<Pinned>, Error> {
         let _bookkeeping = Bookkeeping::begin();
         let pages = self.pages(offset, size)?;
-        let brought = self.0.pager.lock().books.pin(self.0.id, &pages, since);
+        let brought = self
+            .0
+            .pager
+            .lock()
+            .books
+            .pin(self.0.id, &pages, since, beyond);
         let Some(brought) = brought.map_err(failed)? else {
-            return Ok(Pin::Stream);
+            return Ok(None);
         };
         let granule = self.granule().0;
         let parts = brought.stale.into_iter().map(|run| {
@@ -362,7 +400,7 @@ impl WeightRange {
                 size: Bytes(to - from),
             }
         });
-        Ok(Pin::Resident(Pinned {
+        Ok(Some(Pinned {
             range: self.clone(),
             pages,
             stamp: brought.stamp,
