@@ -26,6 +26,10 @@
 //! thread are served from it. A tensor that a step returns outlives it; where the next steps put it is
 //! learnt from the first. Scopes ([`memory_compiler::scope`]) in the model name where memory goes.
 
+mod paged;
+
+pub use paged::{Paged, PagedStats};
+
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
