@@ -12,6 +12,7 @@
 //!
 //! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::bits::BitSet;
@@ -47,6 +48,8 @@ pub(crate) struct Arena {
     incomplete: BitSet,
     /// Grows when a frame becomes incomplete.
     pub trims: u64,
+    /// No page is given back, whatever is missing elsewhere.
+    pub is_pinned: bool,
 }
 
 impl Arena {
@@ -73,6 +76,7 @@ impl Arena {
             page_of: Vec::new(),
             incomplete: BitSet::default(),
             trims: 0,
+            is_pinned: false,
         })
     }
 
@@ -241,7 +245,7 @@ impl Arena {
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
     fn reuse_loose(&mut self, count: usize) -> Result<(), Refusal> {
         let mut waited = false;
-        while self.pages.spare_count() < count as u64 {
+        while self.pages.spare_count() < count as u64 && !self.is_pinned {
             let Some(frame) = self.placer.loose_frame() else {
                 break;
             };
@@ -273,6 +277,9 @@ impl Arena {
 
     /// Gives up to `limit` pages of idle frames back, but none of `keep`; returns how many.
     fn trim_idle(&mut self, limit: u64, keep: &[u32]) -> u64 {
+        if self.is_pinned {
+            return 0;
+        }
         let idle: Vec<u32> = self
             .placer
             .idle_frames()
@@ -300,6 +307,62 @@ impl Arena {
             }
         }
         Ok(())
+    }
+
+    /// Frames of the step's space that have a page and are not under `kept`.
+    pub fn usable_frames(&self, kept: &[Place]) -> Vec<u32> {
+        let mut taken = BitSet::default();
+        for &place in kept {
+            self.placer
+                .pieces(place)
+                .for_each(|(frame, _, _)| taken.insert(frame));
+        }
+        self.placer
+            .step_frames()
+            .filter(|&frame| self.page_of[frame as usize].is_some() && !taken.contains(frame))
+            .collect()
+    }
+
+    /// Puts windows over usable frames, whose numbers in `frames` count from 0, and takes all other
+    /// windows of the step's space away but those under `kept`. Returns the first page of the new ones.
+    /// A refusal changes nothing.
+    pub fn install(&mut self, frames: &[u32], kept: &[Place]) -> Result<u32, Refusal> {
+        let usable = self.usable_frames(kept);
+        let count = u32::try_from(frames.len()).map_err(|_| Refusal::AddressSpace)?;
+        let first = self.placer.room(count).ok_or(Refusal::AddressSpace)?;
+        let frames: Vec<u32> = frames.iter().map(|&frame| usable[frame as usize]).collect();
+        let ids: Vec<PageId> = frames
+            .iter()
+            .map(|&frame| self.page_of[frame as usize].expect("usable frames have pages"))
+            .collect();
+        // Work may still use the old windows.
+        self.pages.synchronise()?;
+        if !ids.is_empty() {
+            self.pages.map(first, &ids)?;
+        }
+        let (away, gone) = self.placer.install(first, &frames, kept);
+        // The last page of each frame whose mapping the device did not take away.
+        let mut stuck = HashMap::new();
+        for (page, frame) in away {
+            if !self.pages.unmap_or_stray(page) {
+                stuck.insert(frame, page);
+            }
+        }
+        for frame in gone {
+            self.incomplete.remove(frame);
+            if let Some(id) = self.page_of[frame as usize].take() {
+                match stuck.get(&frame) {
+                    Some(&page) => self.pages.discard(page, &[id]),
+                    // A page that the device does not take stays spare.
+                    None => drop(self.pages.give_back(id)),
+                }
+            }
+        }
+        for frame in frames {
+            self.incomplete.remove(frame);
+        }
+        self.pages.budget.note_return();
+        Ok(first)
     }
 
     /// Gives the memory of all idle frames back; their virtual pages and numbers stay.

@@ -4,7 +4,7 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, `watch`, and below; `hook/host` for the least threshold.
+//! May import: `engine`, `current`, `watch`, and below.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -13,13 +13,12 @@ use crate::arena::Arena;
 use crate::budget::Budget;
 use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
-use crate::engine::{Allocation, Engine, OnError, Shared};
+use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
-use crate::hook::host::SMALLEST_THRESHOLD;
-use crate::options::Options;
+use crate::options::{Options, SMALLEST_THRESHOLD};
 use crate::pager::Pager;
-use crate::stats::{Stats, StepReport};
+use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
 use crate::watch;
@@ -83,6 +82,9 @@ impl Compiler {
         }
         if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
             return wrong("granule", format!("{granule} is above 32 MiB"));
+        }
+        if options.edge_limit == 0 {
+            return wrong("edge_limit", "nothing could be recorded".into());
         }
         if options.threshold < SMALLEST_THRESHOLD {
             let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);
@@ -191,10 +193,53 @@ impl Compiler {
         self.engine().ok_or(Error::StepActive)?.trim()
     }
 
+    /// Plans all buffers of all recorded branches again, now that their lifespans are known, and installs
+    /// the plan if it holds fewer bytes. Recorded steps then run at other addresses, without a break.
+    /// Buffers that are live stay where they are.
+    ///
+    /// Takes up to 200 ms, and device calls for the new windows; nothing is held beyond what was held
+    /// before. Edges that only aborted steps took are dropped: they are recorded again when they come.
+    ///
+    /// # Errors
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::Device`] when the device refuses. Then the
+    /// layout is as before.
+    pub fn compile(&mut self) -> Result<Compiled, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine()
+            .ok_or(Error::StepActive)?
+            .compile(COMPILE_TIME)
+    }
+
+    /// Keeps every address, and the memory under it, as it is until the guard is dropped: for addresses
+    /// that were captured, in a CUDA graph for instance. [`compile`](Self::compile) and
+    /// [`trim`](Self::trim) are refused meanwhile, and no idle page is given back under pressure.
+    ///
+    /// # Errors
+    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
+    pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
+        shared.pin();
+        Ok(PinnedLayout { shared })
+    }
+
     /// What a checker needs to know at this moment.
     pub fn snapshot(&mut self) -> Snapshot {
         let _bookkeeping = Bookkeeping::begin();
         self.engine().map(Snapshot::of).unwrap_or_default()
+    }
+}
+
+/// While this lives, the layout of its compiler stays as it is.
+#[derive(Debug)]
+#[must_use = "the layout is pinned until this is dropped: bind it with `let _pinned = …`"]
+pub struct PinnedLayout {
+    shared: Arc<Shared>,
+}
+
+impl Drop for PinnedLayout {
+    fn drop(&mut self) {
+        self.shared.unpin();
     }
 }
 
@@ -265,10 +310,14 @@ impl Step<'_> {
         current::free_on(stream, address)
     }
 
-    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0.
-    pub fn use_stream(&self, stream: StreamId) {
-        // Without the engine there is nothing to bind.
-        drop(self.with(|engine| engine.stream = stream));
+    /// Serves allocations of `stream` from now on, in later steps too; the first is stream 0. Work
+    /// that is enqueued there from now on waits for what the former stream still does in places that
+    /// were freed.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; the step then stays with its stream.
+    pub fn use_stream(&self, stream: StreamId) -> Result<(), Error> {
+        self.with(|engine| engine.use_stream(stream))?
     }
 
     /// All numbers so far.
@@ -311,9 +360,9 @@ impl Drop for Step<'_> {
 #[derive(Debug)]
 #[must_use = "the scope closes when this is dropped: bind it with `let _scope = …`"]
 pub struct Scope {
-    /// The step's serial, 0 for none, and the depth at which the scope is open.
+    /// The step's serial, 0 for none, and the number of the scope's run.
     step: u64,
-    depth: usize,
+    run: u64,
     /// Number by which watches know it, 0 for none.
     watched: u64,
     thread: PhantomData<*const ()>,
@@ -341,10 +390,10 @@ pub fn strict_scope(name: &str) -> Scope {
 
 fn open_scope(name: &str, strict: bool) -> Scope {
     let opened = current::with_innermost(|engine| (engine.serial, engine.enter(name, strict)));
-    let (step, depth) = opened.unwrap_or_default();
+    let (step, run) = opened.unwrap_or_default();
     Scope {
         step,
-        depth,
+        run,
         watched: watch::opened(name),
         thread: PhantomData,
     }
@@ -357,7 +406,7 @@ impl Drop for Scope {
         }
         if self.step != 0 {
             // When its step is over it was closed, and counted as left open, at the end.
-            current::with_step(self.step, |engine| engine.leave(self.depth));
+            current::with_step(self.step, |engine| engine.leave(self.run));
         }
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //!   Compiler::begin  --engine-->  ACTIVE of this thread (innermost step last)  --engine-->  end
 //!   free(address):  an active step of this thread?  else the registry: queue it for its engine;
-//!                   a compiler that was dropped left its engine there, its last free ends it
+//!                   a compiler that was dropped left its engine behind it, its last free ends it
 //! ```
 //!
 //! During a step the engine lies in a thread-local and nobody else can reach it, so it needs no lock.

@@ -87,6 +87,9 @@ pub enum Error {
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,
+    /// The layout is pinned: addresses and the memory under them must stay.
+    #[error("the layout is pinned (a `PinnedLayout` of this compiler lives)")]
+    Pinned,
     /// A step of this compiler is already active.
     #[error("a step of this compiler is already active")]
     StepActive,

@@ -2,7 +2,9 @@
 
 pub mod device;
 pub mod hook;
+pub mod lifespans;
 pub mod pager;
+pub mod planner;
 pub mod trace;
 pub mod units;
 pub mod validate;
@@ -23,11 +25,13 @@ mod scopes;
 mod stats;
 mod watch;
 
-pub use compiler::{Compiler, Pause, Scope, Snapshot, Step, pause, scope, strict_scope};
+pub use compiler::{
+    Compiler, Pause, PinnedLayout, Scope, Snapshot, Step, pause, scope, strict_scope,
+};
 pub use current::{free, free_on};
 pub use engine::Allocation;
 pub use error::{BadFree, Error, Expected};
 pub use options::Options;
-pub use stats::{BranchStats, ScopeStats, Stats, StepReport};
+pub use stats::{BranchStats, Compiled, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};
 pub use watch::{ScopeWatch, watch_scopes};

@@ -4,6 +4,9 @@
 
 use crate::units::Bytes;
 
+/// The smallest threshold that a compiler may ask for: what is smaller never asks for a step.
+pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
+
 /// How a compiler works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -19,6 +22,9 @@ pub struct Options {
     /// sizes never repeat would record for ever: beyond the limit the branches that ran longest ago
     /// are forgotten, until half of it is free. What was forgotten is recorded again when it comes.
     pub edge_limit: u32,
+    /// Plan all buffers again after so many steps in a row in which nothing was recorded, as
+    /// [`Compiler::compile`](crate::Compiler::compile) does; `None` for only when that is called.
+    pub compile_after: Option<u32>,
     /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
     /// make it smaller where the system refuses (`ulimit -v`, valgrind).
     pub address_space: Bytes,
@@ -32,6 +38,7 @@ impl Default for Options {
             budget: None,
             threshold: Bytes::kib(16),
             edge_limit: 200_000,
+            compile_after: None,
             address_space: Bytes::gib(256),
         }
     }

@@ -257,6 +257,16 @@ impl Pages {
         Ok(())
     }
 
+    /// The same for a mapping that nothing needs: what the device refuses is tried again later.
+    /// Returns whether it is gone.
+    pub fn unmap_or_stray(&mut self, number: u32) -> bool {
+        let is_stuck = self.is_mapped(number) && self.unmap(number).is_err();
+        if is_stuck {
+            self.strays.push((number, None));
+        }
+        !is_stuck
+    }
+
     /// Gives pages back that were made for a change that failed: those still under a stray mapping
     /// once that is gone.
     pub fn discard(&mut self, first: u32, pages: &[PageId]) {

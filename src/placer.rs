@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A buffer of at least a page gets a window whose frames are free and pairwise distinct, from the
-//! first that is found of: a window as long that was freed lately, a longer one, one that starts
+//! first that is found of: a free window as long, a longer one, one that starts
 //! where a shorter one did, the free tail of the range (extended as needed), new virtual pages over
 //! free frames, new frames. A smaller one goes into the best fitting gap. Physical memory grows only
 //! when no frame is free, so fragmentation of addresses never costs memory.
@@ -26,6 +26,8 @@
 //! - the gaps of a partly used frame are sorted, not empty, not adjacent, and all in `gaps`.
 //!
 //! May import: `bits`.
+
+mod install;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,7 +98,7 @@ struct SpaceBooks {
     freed: BTreeMap<u32, BTreeSet<u32>>,
 }
 
-/// Windows that are tried in each of the three lists before new virtual pages are taken.
+/// Windows that are tried, as long or longer and then shorter, before new virtual pages are taken.
 const TRIES: usize = 32;
 
 /// No frame: the page is not mapped.
@@ -141,11 +143,11 @@ impl Placer {
         u32::try_from(self.frames.len()).expect("frames are numbered by u32")
     }
 
-    /// Virtual pages so far, mapped or once mapped.
+    /// Virtual pages with a frame.
     pub fn page_count(&self) -> u32 {
-        self.spaces
+        self.frames
             .iter()
-            .map(|space| space.frame_of.len())
+            .map(|frame| frame.aliases.len())
             .sum::<usize>() as u32
     }
 
@@ -529,6 +531,10 @@ impl Placer {
         books.free.remove(frame);
         for page in std::mem::take(&mut self.frames[frame as usize].aliases) {
             books.frame_of[(page - books.first_page) as usize] = NO_FRAME;
+            // Windows over it are windows no more.
+            for (&count, starts) in &mut books.freed {
+                starts.retain(|&start| !(start..start + count).contains(&page));
+            }
         }
         self.retired.push(frame);
     }

@@ -102,8 +102,8 @@ impl Scopes {
         self.open(root, live, false);
     }
 
-    /// Opens a scope in the innermost one.
-    pub fn enter(&mut self, name: &str, live: u64, strict: bool) {
+    /// Opens a scope in the innermost one; returns the number of its run.
+    pub fn enter(&mut self, name: &str, live: u64, strict: bool) -> u64 {
         let parent = self.stack.last().expect("a step is open").path;
         let path = match self.nodes[parent as usize].children.get(name) {
             Some(&path) => path,
@@ -116,6 +116,12 @@ impl Scopes {
             }
         };
         self.open(path, live, strict);
+        self.run
+    }
+
+    /// How many scopes were opened inside a run of a scope that is open, and are.
+    pub fn opened_since(&self, run: u64) -> Option<usize> {
+        self.stack.iter().rev().position(|open| open.run == run)
     }
 
     fn open(&mut self, path: u32, live: u64, strict: bool) {

@@ -30,6 +30,8 @@ pub struct Stats {
     pub edges: u64,
     /// Edges that were forgotten because there were more than `Options::edge_limit`.
     pub edges_forgotten: u64,
+    /// What the last compile did: the recorded layout and its cost beside the compiled one.
+    pub compiled: Option<Compiled>,
     /// Steps begun.
     pub steps: u64,
     /// Graph breaks of the step that is active, or of the last one.
@@ -69,6 +71,25 @@ pub struct Stats {
     pub branches: Vec<BranchStats>,
     /// Scopes that were entered, each after its parent.
     pub scopes: Vec<ScopeStats>,
+}
+
+/// What a compile found and did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Compiled {
+    /// Whether the plan holds fewer bytes than the layout before, and was installed.
+    pub is_installed: bool,
+    /// Physical bytes before.
+    pub held_before: Bytes,
+    /// Physical bytes after, survivors included.
+    pub held_after: Bytes,
+    /// What the plan needs for the step's own buffers.
+    pub planned: Bytes,
+    /// Name of the strategy that found the plan.
+    pub strategy: &'static str,
+    /// Device memory calls to install it.
+    pub device_calls: u64,
+    /// Time to plan and install it.
+    pub time: std::time::Duration,
 }
 
 /// One distinct path of a step through the graph: a step's name and its sequence of sizes.
@@ -173,6 +194,22 @@ impl fmt::Display for Stats {
             self.survivors,
             self.survivor_bytes
         )?;
+        if let Some(compiled) = &self.compiled {
+            let verb = if compiled.is_installed {
+                "installed"
+            } else {
+                "not installed"
+            };
+            write!(
+                f,
+                "\ncompiled by {} and {verb}: held {} before, {} after; {} driver calls, {:.1} ms",
+                compiled.strategy,
+                compiled.held_before,
+                compiled.held_after,
+                compiled.device_calls,
+                compiled.time.as_secs_f64() * 1e3
+            )?;
+        }
         for (count, what) in [
             (self.bad_frees, "bad frees"),
             (self.bad_scopes, "scopes closed out of order"),

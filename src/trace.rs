@@ -56,6 +56,24 @@ pub enum TraceError {
     Io(#[from] io::Error),
 }
 
+/// Largest buffer that a file may name: 2 TiB, less a page of any device.
+pub(crate) const SIZE_LIMIT: Bytes = Bytes::gib(2047);
+
+impl TraceError {
+    /// A line that could not be read: damage of the file, where the reader says so.
+    pub(crate) fn reading(line: usize, error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::InvalidData
+            | io::ErrorKind::InvalidInput
+            | io::ErrorKind::UnexpectedEof => Self::Line {
+                line,
+                reason: error.to_string(),
+            },
+            _ => Self::Io(error),
+        }
+    }
+}
+
 /// The events of one step, in order. Every trace that [`Trace::read`] returns is sound: a buffer is
 /// freed only while it is live, a scope left only while one is open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -74,7 +92,7 @@ impl Trace {
         let mut live = HashSet::new();
         let mut depth = 0_usize;
         for (index, line) in source.lines().enumerate() {
-            let text = line?;
+            let text = line.map_err(|error| TraceError::reading(index + 1, error))?;
             let wrong = |reason: String| TraceError::Line {
                 line: index + 1,
                 reason,
@@ -95,6 +113,9 @@ impl Trace {
                         .split_once(' ')
                         .ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
                     let (buffer, size) = (number("id", buffer)?, number("bytes", size.trim())?);
+                    if size > SIZE_LIMIT.0 {
+                        return Err(wrong(format!("{} is more than {SIZE_LIMIT}", Bytes(size))));
+                    }
                     if !live.insert(buffer) {
                         return Err(wrong(format!(
                             "buffer {buffer} is allocated while it is live"
@@ -157,18 +178,20 @@ impl Trace {
             .count()
     }
 
-    /// L: the most bytes live at once, each size rounded up to 512 B. Meaningless beyond 2^64 bytes.
+    /// L: the most bytes live at once, each size rounded up to 512 B; the largest multiple of 512 B
+    /// below 2^64 where there are more.
     #[must_use]
     pub fn live_peak(&self) -> Bytes {
+        const MOST: Bytes = Bytes(u64::MAX - (ALIGNMENT.0 - 1));
         let mut sizes = std::collections::HashMap::new();
         let (mut live, mut peak) = (0_u64, 0);
         for event in &self.events {
             match event {
                 Event::Alloc { buffer, size } => {
-                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(*size).0;
+                    let size = size.checked_round_up(ALIGNMENT).unwrap_or(MOST).0;
                     sizes.insert(*buffer, size);
                     live = u64::saturating_add(live, size);
-                    peak = peak.max(live);
+                    peak = peak.max(live).min(MOST.0);
                 }
                 Event::Free { buffer } => {
                     live = u64::saturating_sub(live, sizes.remove(buffer).unwrap_or(0));
@@ -209,6 +232,19 @@ mod tests {
     }
 
     #[test]
+    fn a_peak_beyond_64_bits_is_the_largest_number_of_whole_units() {
+        // No file may name such sizes; a program that makes its own events may.
+        let events = [(0, u64::MAX), (1, u64::MAX)].map(|(buffer, size)| Event::Alloc {
+            buffer,
+            size: Bytes(size),
+        });
+        let trace = Trace {
+            events: events.to_vec(),
+        };
+        assert_eq!(trace.live_peak(), Bytes(u64::MAX - 511));
+    }
+
+    #[test]
     fn damaged_lines_are_named_with_number_and_reason() {
         for (text, line, reason) in [
             ("a 0 8\nf 1\n", 2, "buffer 1 is freed while it is not live"),
@@ -226,6 +262,11 @@ mod tests {
             ("a 0 -1\n", 1, "bytes is not a number: \"-1\""),
             ("e\n", 1, "no scope is open"),
             ("s\n", 1, "expected `s <name>`"),
+            (
+                "a 0 9999999999999\n",
+                1,
+                "9313.23 GiB is more than 2047.00 GiB",
+            ),
         ] {
             match Trace::read(text.as_bytes()) {
                 Err(TraceError::Line {

@@ -5,6 +5,7 @@
 //!
 //! May import: `units`.
 
+use std::collections::HashMap;
 use std::fmt;
 
 use crate::units::{Address, Bytes};
@@ -84,6 +85,96 @@ pub fn disjoint(
     Ok(())
 }
 
+/// An item of a plan: where it lies in virtual units, and when it is live (half-open).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Placed<'a> {
+    /// First unit.
+    pub start: u64,
+    /// Units.
+    pub len: u64,
+    /// When it is live.
+    pub lifespans: &'a [(u32, u32)],
+}
+
+/// What is wrong with a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanFault {
+    /// Two items that are live at once share a unit of a frame; the same item twice when it stands over
+    /// a frame twice.
+    #[error("items {first} and {second} are live together and share unit {unit} of frame {frame}")]
+    Shared {
+        /// The item placed first in the check.
+        first: usize,
+        /// The other one.
+        second: usize,
+        /// The frame.
+        frame: u32,
+        /// The unit in it.
+        unit: u64,
+    },
+    /// An item reaches over a page without a frame.
+    #[error("item {item} reaches over page {page}, which has no frame")]
+    Unmapped {
+        /// The item.
+        item: usize,
+        /// The page.
+        page: u64,
+    },
+}
+
+/// Checks that items which are live at once share no unit of a frame.
+///
+/// Goes through time, and at each beginning compares the item with every live piece in the frames that
+/// it touches: quadratic in the pieces of a frame that are live at once.
+///
+/// # Errors
+/// The first [`PlanFault`] found.
+pub(crate) fn plan(
+    items: &[Placed<'_>],
+    page_units: u64,
+    frame_at: impl Fn(u64) -> Option<u32>,
+) -> Result<(), PlanFault> {
+    // Ends come before the beginnings of the same time.
+    let mut events: Vec<(u32, bool, usize)> = Vec::new();
+    for (item, placed) in items.iter().enumerate() {
+        for &(begin, end) in placed.lifespans {
+            events.push((begin, true, item));
+            events.push((end, false, item));
+        }
+    }
+    events.sort_unstable();
+    let mut live: HashMap<u32, Vec<(u64, u64, usize)>> = HashMap::new();
+    for (_, begins, item) in events {
+        let Placed { start, len, .. } = items[item];
+        let mut at = start;
+        while at < start + len {
+            let page = at / page_units;
+            let end = (start + len).min((page + 1) * page_units);
+            let frame = frame_at(page).ok_or(PlanFault::Unmapped { item, page })?;
+            let pieces = live.entry(frame).or_default();
+            if begins {
+                let (from, to) = (at % page_units, at % page_units + (end - at));
+                for &(other_from, other_to, other) in &*pieces {
+                    if other == item || (from < other_to && other_from < to) {
+                        let unit = from.max(other_from);
+                        return Err(PlanFault::Shared {
+                            first: other,
+                            second: item,
+                            frame,
+                            unit,
+                        });
+                    }
+                }
+                pieces.push((from, to, item));
+            } else {
+                pieces.retain(|&(_, _, other)| other != item);
+            }
+            at = end;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,5 +223,74 @@ mod tests {
             page: Address(1024),
         };
         assert_eq!(check(&[(512, 1024)], &[4]), Err(fault));
+    }
+
+    type Item<'a> = (u64, u64, &'a [(u32, u32)]);
+
+    fn check_plan(items: &[Item<'_>], frames: &[u32]) -> Result<(), PlanFault> {
+        let items: Vec<_> = items
+            .iter()
+            .map(|&(start, len, lifespans)| Placed {
+                start,
+                len,
+                lifespans,
+            })
+            .collect();
+        plan(&items, 4, |page| frames.get(page as usize).copied())
+    }
+
+    #[test]
+    fn items_may_share_a_place_while_their_lifespans_only_touch() {
+        assert_eq!(
+            check_plan(&[(0, 4, &[(0, 2), (5, 6)]), (0, 3, &[(2, 5)])], &[0]),
+            Ok(())
+        );
+    }
+
+    #[test]
+    fn items_that_meet_in_a_later_lifespan_are_found() {
+        let fault = PlanFault::Shared {
+            first: 1,
+            second: 0,
+            frame: 0,
+            unit: 2,
+        };
+        assert_eq!(
+            check_plan(&[(0, 3, &[(0, 1), (5, 9)]), (2, 2, &[(2, 6)])], &[0]),
+            Err(fault)
+        );
+    }
+
+    #[test]
+    fn items_that_meet_through_an_alias_are_found() {
+        let fault = PlanFault::Shared {
+            first: 0,
+            second: 1,
+            frame: 7,
+            unit: 1,
+        };
+        assert_eq!(
+            check_plan(&[(0, 2, &[(0, 3)]), (5, 2, &[(1, 2)])], &[7, 7]),
+            Err(fault)
+        );
+        assert_eq!(
+            check_plan(&[(0, 2, &[(0, 3)]), (6, 2, &[(1, 2)])], &[7, 7]),
+            Ok(())
+        );
+    }
+
+    #[test]
+    fn an_item_that_stands_over_a_frame_twice_or_over_none_is_found() {
+        let fault = PlanFault::Shared {
+            first: 0,
+            second: 0,
+            frame: 7,
+            unit: 3,
+        };
+        assert_eq!(check_plan(&[(3, 2, &[(0, 1)])], &[7, 7]), Err(fault));
+        assert_eq!(
+            check_plan(&[(3, 2, &[(0, 1)])], &[7]),
+            Err(PlanFault::Unmapped { item: 0, page: 1 })
+        );
     }
 }

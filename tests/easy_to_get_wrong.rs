@@ -181,6 +181,38 @@ fn a_place_freed_by_another_stream_is_taken_after_its_work() {
     assert!((0..200).any(|seed| pending_read_sees(seed, false) == [0x22; 64]));
 }
 
+/// What a read of the step's first stream sees, whose buffer is freed there before the step moves to
+/// another stream and takes its place again.
+fn read_of_the_first_stream_sees(seed: u64) -> Vec<u8> {
+    const FIRST: StreamId = StreamId(0);
+    const SECOND: StreamId = StreamId(1);
+    let streams = Arc::new(Streams::new(counting_host(GRANULE)));
+    let mut compiler = Compiler::new(streams.clone(), Options::default()).expect("a compiler");
+    let step = compiler.begin("step").expect("a step");
+    let address = here(&step, 8 * MIB);
+    streams.write(address, &[0x11; 64]).expect("mapped");
+    let read = streams.enqueue_read(FIRST, address, Bytes(64));
+    step.free_on(FIRST, address).expect("live");
+    step.use_stream(SECOND).expect("a fence");
+    assert_eq!(here(&step, 8 * MIB), address, "the place is taken again");
+    streams.enqueue_write(SECOND, address, &[0x22; 64]);
+    streams.run_all(seed);
+    step.free(address).expect("live");
+    step.finish().expect("the step ends well");
+    streams.saw(read).expect("it ran").expect("it could read")
+}
+
+#[test]
+fn a_step_that_moves_to_another_stream_takes_places_after_the_work_of_the_first() {
+    for seed in 0..200 {
+        assert_eq!(
+            read_of_the_first_stream_sees(seed),
+            [0x11; 64],
+            "order {seed} overwrote what was still read"
+        );
+    }
+}
+
 #[test]
 fn a_place_freed_by_a_thread_is_taken_when_the_free_is_applied() {
     let mut pair = Pair::new(GRANULE, Options::default());
@@ -247,6 +279,24 @@ fn scopes_closed_out_of_order_are_counted_and_harmless() {
     // Whether the step itself reports it is its own affair.
     let _ = step.finish();
     assert!(compiler.stats().bad_scopes >= 1);
+    runs_clean(&mut compiler);
+}
+
+#[test]
+fn a_scope_that_was_closed_with_the_one_around_it_closes_no_other() {
+    let mut compiler = compiler_with_a_finished_step();
+    let step = compiler.begin("step").expect("a step");
+    let outer = memory_compiler::scope("outer");
+    let stale = memory_compiler::scope("inner");
+    drop(outer);
+    let second = memory_compiler::scope("second");
+    let third = memory_compiler::scope("third");
+    drop(stale);
+    assert_eq!(path(&step), "step/second/third");
+    drop(third);
+    drop(second);
+    let _ = step.finish();
+    assert_eq!(compiler.stats().bad_scopes, 2);
     runs_clean(&mut compiler);
 }
 
@@ -424,10 +474,43 @@ fn two_compilers_on_two_threads_free_each_others_buffers() {
     };
     let left = std::thread::spawn(work(1 << 10, to_right, from_right));
     let right = std::thread::spawn(work(1 << 20, to_left, from_left));
-    for side in [left, right] {
-        let (compiler, device) = side.join().expect("the thread ends well");
+    // Both first: until then the other side may still hold gifts.
+    let sides = [left, right].map(|side| side.join().expect("the thread ends well"));
+    for (compiler, device) in sides {
         // Its owner may end on another thread than it lived on.
         on_thread(move || drop(compiler));
         assert!(device.is_empty(), "left behind: {:?}", device.books());
     }
+}
+
+fn six_sizes(compiler: &mut Compiler, name: &str, first: u64) -> Result<(), Error> {
+    let step = compiler.begin(name)?;
+    let mut live = Vec::new();
+    for i in first..first + 6 {
+        match step.alloc(Bytes(i * MIB))? {
+            Allocation::Here(address) => live.push(address),
+            Allocation::Elsewhere => panic!("not served"),
+        }
+    }
+    live.into_iter()
+        .for_each(|address| step.free(address).expect("live"));
+    step.finish().map(drop)
+}
+
+#[test]
+fn a_step_that_was_forgotten_records_again_and_breaks_nothing_in_strict_mode() {
+    let options = Options {
+        strict: true,
+        edge_limit: 8,
+        ..Options::default()
+    };
+    let mut compiler = Compiler::new(counting_host(GRANULE), options).expect("a compiler");
+    for _ in 0..3 {
+        for (name, first) in [("a", 1), ("b", 20)] {
+            six_sizes(&mut compiler, name, first).expect("what was forgotten may be recorded");
+        }
+    }
+    let stats = compiler.stats();
+    assert!(stats.edges_forgotten > 0, "{stats}");
+    assert_eq!(stats.breaks_total, 0, "{stats}");
 }

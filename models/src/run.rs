@@ -70,6 +70,9 @@ pub struct Job {
     pub seed: u64,
 }
 
+/// More steps or images of a digit than anybody draws: above this is a slip of the keyboard.
+const LIMIT: usize = 1_000_000;
+
 impl Job {
     /// Fails unless every number makes sense.
     pub fn check(&self) -> Result<()> {
@@ -77,6 +80,9 @@ impl Job {
         match self {
             Self { steps: 0, .. } => wrong("steps must be at least 1"),
             Self { samples: 0, .. } => wrong("samples must be at least 1"),
+            Self { steps, samples, .. } if *steps.max(samples) > LIMIT => {
+                wrong("steps and samples must be at most 1000000")
+            }
             Self { classes, .. } if classes.is_empty() => wrong("no class to draw"),
             Self { classes, .. } if classes.iter().any(|&class| class >= NO_CLASS) => {
                 wrong("a class must be 0 to 9")

@@ -36,6 +36,8 @@ fn bad_arguments_are_refused_in_one_line() {
     assert_refused(&["--steps", "0"], "steps must be at least 1");
     assert_refused(&["--steps", "-3"], "-3");
     assert_refused(&["--samples", "0"], "samples must be at least 1");
+    assert_refused(&["--steps", "18446744073709551615"], "at most 1000000");
+    assert_refused(&["--samples", "18446744073709551615"], "at most 1000000");
     assert_refused(&["--sampler", "heun"], "heun");
     assert_refused(&["--cfg", "nan"], "guidance scale");
     assert_refused(&["--cfg-mode", "both"], "both");

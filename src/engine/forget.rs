@@ -1,15 +1,18 @@
 //! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten.
 //!
-//! Every edge that a run took lies on the tape of its branch, so "recently used" is a property of
-//! branches, and the hot path has nothing to write down. At the beginning of a step nothing of the
+//! Every edge that a finished run took lies on the tape of its branch, so "recently used" is a property of
+//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and the hot path has nothing to write down. At the beginning of a step nothing of the
 //! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
+//!
+//! May import: what `engine` may.
 
 use std::collections::HashMap;
 
 use super::Engine;
 use crate::bits::BitSet;
+use crate::graph::Graph;
 use crate::graph::tape::SURVIVOR;
 use crate::mix::MixBuild;
 
@@ -18,20 +21,24 @@ type Numbers = HashMap<u32, u32, MixBuild>;
 impl Engine {
     /// Forgets branches, and edges on no tape, once there are more edges than the limit.
     pub(super) fn forget_oldest(&mut self) {
-        if self.graph.edges.len() <= self.edge_limit {
+        if self.graph.edges.len() <= self.edge_limit || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
         self.sync_placer();
         let kept = self.newest_branches(self.edge_limit / 2);
+        // A name without a branch records as for the first time, also in strict mode.
+        let branches = &self.tapes.branches;
+        self.finished
+            .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
         // Branches that stay keep their slots: hints name them.
         for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
             if !kept.contains(&at) {
-                branch.tape = Vec::new();
+                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
             }
         }
 
-        let old = std::mem::take(&mut self.graph);
+        let old = Graph::after(&mut self.graph);
         let mut placements = Numbers::default();
         let live: Vec<u32> = self.table.iter().collect();
         for number in live {

@@ -9,6 +9,7 @@
 //!
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
+//!   all places anew, once lifespans are known                                   (compile.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -19,6 +20,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod compile;
 mod forget;
 mod record;
 mod shared;
@@ -29,6 +31,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 pub(crate) use shared::{Freed, Shared};
+pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
 use crate::device::StreamId;
@@ -40,6 +43,7 @@ use crate::mix::MixBuild;
 use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::scopes::{Position, Scopes};
+use crate::stats::Compiled;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// Where an allocation went.
@@ -136,6 +140,11 @@ pub(crate) struct Engine {
     active: Option<Active>,
     last_aborted: bool,
     finished: HashSet<u32, MixBuild>,
+    /// What the last compile did.
+    compiled: Option<Compiled>,
+    compile_after: Option<u32>,
+    /// Finished steps since something was recorded.
+    quiet_steps: u32,
     step: Counts,
     totals: Totals,
 }
@@ -204,6 +213,9 @@ impl Engine {
             active: None,
             last_aborted: false,
             finished: HashSet::default(),
+            compiled: None,
+            compile_after: options.compile_after,
+            quiet_steps: 0,
             step: Counts::default(),
             totals: Totals::default(),
         }
@@ -340,8 +352,12 @@ impl Engine {
     fn sync_placer(&mut self) {
         let placements = &self.graph.placements;
         let placer = std::cell::RefCell::new(&mut self.arena.placer);
+        let (tapes, is_step) = (&mut self.tapes, self.active.is_some());
         self.table.sync(
             |number| {
+                if is_step {
+                    tapes.note_end(number);
+                }
                 placer
                     .borrow_mut()
                     .vacate(placements[number as usize].place)
@@ -383,6 +399,7 @@ impl Engine {
     /// Places a buffer in a space and makes it live, outside the state where `kind` says so.
     fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
         self.sync_placer();
+        self.arena.is_pinned = self.shared.is_pinned();
         let place = self.arena.place(len, space);
         self.note_trims();
         let place = place.map_err(|refusal| self.error(refusal, len))?;

@@ -1,4 +1,6 @@
 //! The slow path of an allocation: everything but the next tape entry.
+//!
+//! May import: what `engine` may.
 
 use super::{Allocation, Engine, OnError, Recording};
 use crate::error::{Error, Expected};
@@ -114,8 +116,7 @@ impl Engine {
             self.tapes.cursor += 1;
         } else {
             let entry = self.entry(number, SURVIVOR, position);
-            self.tapes.leave();
-            self.tapes.push(entry);
+            self.push(entry);
         }
         self.scopes.count(position, len);
         self.fold_peak();
@@ -159,6 +160,7 @@ impl Engine {
         if !self.arena.placer.is_free(place) {
             return Ok(false);
         }
+        self.arena.is_pinned = self.shared.is_pinned();
         let completed = self.arena.complete(place);
         self.note_trims();
         completed.map_err(|refusal| self.error(refusal, place.len))?;
@@ -174,8 +176,11 @@ impl Engine {
             self.recording = None;
         }
         let number = self.graph.edges[edge as usize].placement;
-        let slot = self.graph.placements[number as usize].slot;
-        self.table.set(slot, Some(number));
+        self.sync_placer();
+        // Known to the placer at once, or a free before the next look would go unseen.
+        let placement = self.graph.placements[number as usize];
+        self.arena.placer.occupy(placement.place);
+        self.table.set_known(placement.slot, number);
         let address = self.begin_own(number, edge, position);
         let (branch, index) = self.graph.edges[edge as usize].hint;
         if self
@@ -227,11 +232,24 @@ impl Engine {
         Ok(Allocation::Here(address))
     }
 
+    /// Leaves the tape for an entry of the run's own. The placer is up to date.
+    fn push(&mut self, entry: Entry) {
+        if self.tapes.missed_frees() {
+            let placements = &self.graph.placements;
+            let in_state = |number: &u32| {
+                *number != entry.placement && placements[*number as usize].kind == Kind::Own
+            };
+            self.tapes
+                .note_live(self.table.iter().filter(in_state).collect());
+        }
+        self.tapes.leave();
+        self.tapes.push(entry);
+    }
+
     /// A buffer of the step's own begins at a placement, off the tape.
     fn begin_own(&mut self, number: u32, edge: u32, position: Position) -> crate::units::Address {
         let entry = self.entry(number, edge, position);
-        self.tapes.leave();
-        self.tapes.push(entry);
+        self.push(entry);
         self.scopes.count(position, entry.len);
         self.hash ^= entry.mix;
         self.own_count += 1;

@@ -1,6 +1,6 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
-//! May import: layers 0 and 3.
+//! May import: layers 0 and 3; `engine`, which it keeps once orphaned.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,6 +24,8 @@ pub(crate) struct Shared {
     pub device: Arc<dyn Device>,
     /// Length of `queue`, so that the engine looks without a lock.
     waiting: AtomicUsize,
+    /// Guards that hold the layout.
+    pins: AtomicUsize,
     queue: Mutex<Vec<Freed>>,
     /// The engine, once its compiler was dropped before its last buffer.
     pub orphan: Mutex<Option<Box<super::Engine>>>,
@@ -36,6 +38,7 @@ impl Shared {
             size,
             device,
             waiting: AtomicUsize::new(0),
+            pins: AtomicUsize::new(0),
             queue: Mutex::new(Vec::new()),
             orphan: Mutex::new(None),
         }
@@ -50,6 +53,19 @@ impl Shared {
     #[inline]
     pub fn contains(&self, address: Address) -> bool {
         address.0.wrapping_sub(self.base.0) < self.size.0
+    }
+
+    pub fn pin(&self) {
+        self.pins.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn unpin(&self) {
+        self.pins.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether the layout must stay as it is.
+    pub fn is_pinned(&self) -> bool {
+        self.pins.load(Ordering::Relaxed) > 0
     }
 
     /// Whether frees wait. A free that another thread is making at this moment may be missed; it is

@@ -1,15 +1,21 @@
 //! The life of a step: begin, end, abort; survivors; trim; numbers.
+//!
+//! May import: what `engine` may.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Active, Counts, Engine};
+use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::SURVIVOR;
 use crate::placer::NO_FRAME;
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// How long a compile between two steps may plan.
+pub(crate) const COMPILE_TIME: Duration = Duration::from_millis(200);
 
 /// Steps of the process so far.
 static SERIAL: AtomicU64 = AtomicU64::new(1);
@@ -19,15 +25,10 @@ impl Engine {
     pub fn begin(&mut self, name: &str) {
         debug_assert!(self.active.is_none());
         self.drain();
-        for number in self.young.drain(..) {
-            let kind = &mut self.graph.placements[number as usize].kind;
-            if *kind == Kind::Young {
-                *kind = Kind::Survivor;
-            }
-        }
-        (self.young_count, self.young_len) = (0, 0);
-        self.settle_survivors();
+        self.end_young();
+        self.settle_survivors(true);
         self.forget_oldest();
+        self.compile_when_quiet();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
         self.step = Counts::default();
@@ -49,9 +50,30 @@ impl Engine {
         });
     }
 
-    /// Buffers of the last step that are still live leave the state and stay where they are; their
-    /// positions are served from the survivors' space from now on.
-    fn settle_survivors(&mut self) {
+    /// What was made in the survivors' space in the last step is of an earlier one now.
+    pub(super) fn end_young(&mut self) {
+        for number in self.young.drain(..) {
+            let kind = &mut self.graph.placements[number as usize].kind;
+            if *kind == Kind::Young {
+                *kind = Kind::Survivor;
+            }
+        }
+        (self.young_count, self.young_len) = (0, 0);
+    }
+
+    /// Compiles after as many steps without a recording as the option says, once.
+    fn compile_when_quiet(&mut self) {
+        if self.compile_after == Some(self.quiet_steps) && !self.shared.is_pinned() {
+            self.quiet_steps += 1;
+            if let Err(error) = self.compile(COMPILE_TIME) {
+                tracing::warn!(%error, "the recorded layout stays");
+            }
+        }
+    }
+
+    /// Buffers of the last step that are still live leave the state and stay where they are. If `learn`,
+    /// their positions are served from the survivors' space from now on.
+    pub(super) fn settle_survivors(&mut self, learn: bool) {
         if self.own_count == 0 {
             debug_assert_eq!(self.hash, 0);
             return;
@@ -78,7 +100,7 @@ impl Engine {
             self.outside += u64::from(placement.place.len);
             self.outside_count += 1;
             self.obstacles += 1;
-            if !self.last_aborted && self.survivors.insert(position) {
+            if learn && !self.last_aborted && self.survivors.insert(position) {
                 // The next run of that name goes another way, and records it.
                 let name = self.scopes.add_survivor(position);
                 self.finished.remove(&name);
@@ -156,6 +178,10 @@ impl Engine {
             return Err(error);
         }
         self.last_aborted = false;
+        self.quiet_steps = match self.step.recorded {
+            0 => self.quiet_steps.saturating_add(1),
+            _ => 0,
+        };
         self.finished.insert(active.name);
         #[cfg(debug_assertions)]
         self.validate();
@@ -246,19 +272,20 @@ impl Engine {
         self.active.is_some()
     }
 
-    /// Opens a scope; returns its depth.
-    pub fn enter(&mut self, name: &str, strict: bool) -> usize {
+    /// Opens a scope; returns the number of its run.
+    pub fn enter(&mut self, name: &str, strict: bool) -> u64 {
         self.fold_peak();
-        self.scopes.enter(name, self.live, strict);
-        self.scopes.depth()
+        self.scopes.enter(name, self.live, strict)
     }
 
-    /// Closes the scope at a depth, and those in it that were left open.
-    pub fn leave(&mut self, depth: usize) {
-        if self.scopes.depth() != depth {
+    /// Closes a run of a scope, and those in it that were left open; none when it was closed with one
+    /// around it.
+    pub fn leave(&mut self, run: u64) {
+        let above = self.scopes.opened_since(run);
+        if above != Some(0) {
             self.totals.bad_scopes += 1;
         }
-        while self.scopes.depth() >= depth {
+        for _ in 0..above.map_or(0, |above| above + 1) {
             self.fold_peak();
             self.scopes.leave();
         }
@@ -286,6 +313,20 @@ impl Engine {
         }
     }
 
+    /// Serves another stream from now on, behind the work of the former one: that work may still use
+    /// places that are free in program order.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        if stream == self.stream {
+            return Ok(());
+        }
+        let refused = |call| move |source| Error::Device { call, source };
+        let device = self.arena.device();
+        let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
+        device.wait(stream, fence).map_err(refused(Call::Wait))?;
+        self.stream = stream;
+        Ok(())
+    }
+
     /// An allocation was large enough to be served and was not.
     pub fn count_passed_through(&mut self) {
         self.totals.passed_through += 1;
@@ -293,6 +334,9 @@ impl Engine {
 
     /// Gives the memory of idle frames back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
+        if self.shared.is_pinned() {
+            return Err(Error::Pinned);
+        }
         self.drain();
         self.sync_placer();
         let trimmed = self.arena.trim();
@@ -353,6 +397,7 @@ impl Engine {
             states: self.graph.state_count(),
             edges: self.graph.edge_count(),
             edges_forgotten: self.totals.forgotten,
+            compiled: self.compiled,
             steps: self.totals.steps,
             breaks_step: report.breaks,
             breaks_total: self.totals.breaks,

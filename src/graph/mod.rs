@@ -17,6 +17,7 @@
 //!
 //! May import: `mix`, `placer` for `Place`.
 
+pub(crate) mod ends;
 pub(crate) mod live;
 pub(crate) mod tape;
 
@@ -26,10 +27,14 @@ use crate::mix::{self, MixBuild};
 use crate::placer::{Place, Units};
 
 const NONE: u32 = u32::MAX;
+/// Placements that the live table can number.
+const LIMIT: u32 = (1 << 31) - 1;
 
 /// One place that buffers were put at, at one time or many.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placement {
+    /// What it is to a state's hash: made from a number of its own, so that it stays true when a compile
+    /// moves the place.
     pub mix: u128,
     pub place: Place,
     /// Its entry in the live table.
@@ -70,9 +75,20 @@ pub(crate) struct Graph {
     pub placements: Vec<Placement>,
     by_place: HashMap<Place, u32, MixBuild>,
     dead: usize,
+    /// Placements that were ever added, here or in the graph before.
+    identities: u32,
 }
 
 impl Graph {
+    /// Leaves an empty graph that goes on numbering where this one ended; returns this one.
+    pub fn after(graph: &mut Self) -> Self {
+        let new = Self {
+            identities: graph.identities,
+            ..Self::default()
+        };
+        std::mem::replace(graph, new)
+    }
+
     pub fn state_count(&self) -> u64 {
         self.states.len() as u64
     }
@@ -106,8 +122,11 @@ impl Graph {
 
     pub fn add_placement(&mut self, place: Place, slot: u32, kind: Kind) -> u32 {
         let number = u32::try_from(self.placements.len()).expect("placements are numbered by u32");
+        assert!(number < LIMIT, "the live table numbers 2^31 placements");
+        // The largest number stands for "nowhere" in keys.
+        self.identities = (self.identities + 1) % Units::MAX;
         self.placements.push(Placement {
-            mix: mix::mix(place.start, place.len),
+            mix: mix::mix(self.identities, place.len),
             place,
             slot,
             kind,

@@ -11,10 +11,11 @@
 //! the run is kept as pieces of tapes and entries of its own; at the end they become the tape of its
 //! branch. Frees are not on the tape: they only change the state, which every entry checks.
 //!
-//! May import: `mix`, `placer` for units.
+//! May import: `ends`, `mix`, `placer` for units.
 
 use std::time::Duration;
 
+use super::ends::{self, Notes};
 use crate::mix;
 use crate::placer::Units;
 
@@ -51,6 +52,8 @@ pub(crate) struct Branch {
     pub name: u32,
     pub key: u64,
     pub tape: Vec<Entry>,
+    /// For each entry, the first one before which its buffer was freed; empty where that is not known.
+    pub ends: Vec<u32>,
     /// Value of the engine's epoch at which every entry was found safe to follow.
     pub epoch: u64,
     pub last_run: u64,
@@ -80,6 +83,8 @@ pub(crate) struct Tapes {
     pub branches: Vec<Branch>,
     pieces: Vec<Piece>,
     own: Vec<Entry>,
+    /// Frees that were seen while this run recorded.
+    notes: Notes,
     /// The tape that is followed, taken out of its branch.
     pub tape: Vec<Entry>,
     branch: Option<u32>,
@@ -93,6 +98,7 @@ impl Tapes {
     pub fn begin(&mut self, branch: Option<u32>) {
         self.pieces.clear();
         self.own.clear();
+        self.notes.clear();
         self.branch = None;
         self.cursor = usize::MAX;
         if let Some(branch) = branch {
@@ -134,6 +140,33 @@ impl Tapes {
                 to: at + 1,
             }),
         }
+    }
+
+    /// Notes that a buffer was freed since the last entry of the run's own.
+    pub fn note_end(&mut self, placement: u32) {
+        self.notes.end(self.own.len(), placement);
+    }
+
+    /// Whether frees since the last entry of the run's own went unseen: a tape was followed.
+    pub fn missed_frees(&self) -> bool {
+        let followed = self.branch.is_some() && self.cursor_was_used();
+        followed || matches!(self.pieces.last(), Some(Piece::Tape { .. }))
+    }
+
+    fn cursor_was_used(&self) -> bool {
+        self.cursor != usize::MAX && self.cursor > self.from
+    }
+
+    /// Notes what is live before the next entry of the run's own.
+    pub fn note_live(&mut self, placements: Vec<u32>) {
+        self.notes.live(self.own.len(), placements);
+    }
+
+    /// Forgets what the last run was made of.
+    pub fn forget_run(&mut self) {
+        debug_assert!(self.branch.is_none());
+        self.pieces.clear();
+        self.own = Vec::new();
     }
 
     /// The entry that a hint names, if there is one. No tape may be followed.
@@ -179,6 +212,9 @@ impl Tapes {
                 return (branch, true);
             }
         }
+        let ends = ends::ends(&self.pieces, &self.own, &self.notes, &self.branches);
+        debug_assert!(ends.is_some(), "the notes say what every state consists of");
+        self.notes = Notes::default();
         // Either way the run's own entries take no memory from here on.
         let tape = match self.pieces[..] {
             [Piece::Own { .. }] => {
@@ -199,6 +235,7 @@ impl Tapes {
             .position(|branch| branch.name == name && branch.key == key);
         let branch = found.unwrap_or_else(|| self.new_branch(name, key));
         self.branches[branch].tape = tape;
+        self.branches[branch].ends = ends.unwrap_or_default();
         let len = self.branches[branch].tape.len() as u32;
         self.pieces.clear();
         let branch = branch as u32;

@@ -21,12 +21,12 @@
 //! - who owns a buffer, and how large it is, follows from its address, never from its layout;
 //! - what the compiler itself allocates is never served: its entries mark the thread as busy or have
 //!   the engine borrowed, and either sends the allocation on;
-//! - nothing here fails or unwinds: a strict break is served, a step without memory passes on to the
+//! - nothing here fails or unwinds (a panic inside ends the process): a strict break is served, a step without memory passes on to the
 //!   wrapped allocator, and the step returns the error at its end;
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!
-//! May import: `current`, `hook/weights`, `units`.
+//! May import: `current`, `options`, `hook/weights`, `units`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
@@ -35,8 +35,7 @@ use crate::current::{self, Probe};
 use crate::hook::weights;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
-/// The smallest threshold that a compiler may ask for, in bytes: what is smaller never asks for a step.
-pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
+pub use crate::options::SMALLEST_THRESHOLD;
 
 /// A global allocator that serves the large buffers of a step from its compiler and the rest from `A`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -65,6 +64,23 @@ fn address(pointer: *mut u8) -> Address {
     Address(pointer.expose_provenance() as u64)
 }
 
+/// Ends the process when a panic (of a device, or of whoever listens to `tracing`) would unwind through
+/// an allocator, which the contract of `GlobalAlloc` forbids. Costs nothing where there is none.
+struct NoUnwind;
+
+impl Drop for NoUnwind {
+    fn drop(&mut self) {
+        std::process::abort();
+    }
+}
+
+fn without_unwinding<T>(f: impl FnOnce() -> T) -> T {
+    let guard = NoUnwind;
+    let result = f();
+    std::mem::forget(guard);
+    result
+}
+
 /// Serves an allocation from the step of this thread, if it is one for it.
 #[inline]
 fn serve(layout: Layout) -> Option<*mut u8> {
@@ -76,7 +92,7 @@ fn serve(layout: Layout) -> Option<*mut u8> {
     if (layout.size() as u64) < SMALLEST_THRESHOLD.0 || layout.align() as u64 > ALIGNMENT.0 {
         return None;
     }
-    let served = current::alloc_host(Bytes(layout.size() as u64))?;
+    let served = without_unwinding(|| current::alloc_host(Bytes(layout.size() as u64)))?;
     Some(ptr::with_exposed_provenance_mut(served.0 as usize))
 }
 
@@ -86,10 +102,10 @@ fn take_back(pointer: *mut u8) -> bool {
     let address = address(pointer);
     // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
     current::may_own(address)
-        && match current::free_here(address) {
+        && without_unwinding(|| match current::free_here(address) {
             Some(_) => true,
             None => current::free_elsewhere(address, None).is_ok() || weights::take_back(address),
-        }
+        })
 }
 
 // SAFETY: the contract of `GlobalAlloc`, with the reason for each clause:
@@ -100,7 +116,7 @@ fn take_back(pointer: *mut u8) -> bool {
 //   resizes one;
 // - it is aligned to 512 B, and layouts that want more are not served;
 // - `dealloc` finds the owner by address, so each block goes back to whoever made it;
-// - nothing unwinds: the engine returns errors, and every path here handles them.
+// - nothing unwinds: the engine returns errors, and a panic of a device ends the process.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for ScopedAllocator<A> {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

@@ -12,7 +12,7 @@
 //! Invariant: while a vector is live, its range is in `RANGES`, so its addresses stay reserved: touching
 //! an evicted page is a `SIGSEGV` at an address of that range and never reads anything else.
 //!
-//! May import: `pager`, `current`, `units`, `error`.
+//! May import: `pager`, `current`, `hook/host`, `units`, `error`.
 
 use std::alloc::Layout;
 use std::cell::Cell;

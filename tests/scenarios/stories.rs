@@ -136,7 +136,7 @@ fn case_09_a_step_serves_its_own_thread_and_stream_only() {
             let _pause = memory_compiler::pause();
         });
         let own = run.here(8 * MIB);
-        run.step.use_stream(OTHER_STREAM);
+        run.step.use_stream(OTHER_STREAM).expect("a fence");
         let other = run.here(8 * MIB);
         assert_eq!(
             run.step.alloc_on(StreamId(0), Bytes::mib(8)),
@@ -145,7 +145,7 @@ fn case_09_a_step_serves_its_own_thread_and_stream_only() {
         run.free(other, true);
         run.free(own, true);
         // The binding holds for later steps too.
-        run.step.use_stream(StreamId(0));
+        run.step.use_stream(StreamId(0)).expect("a fence");
         assert_eq!(run.finish().breaks, 0);
     }
     assert_eq!(pair.compiler().stats().passed_through, 4);

@@ -1,4 +1,6 @@
 //! Books of every call and of what is alive.
+//!
+//! May import: `device`, `units`.
 
 use std::sync::Mutex;
 

@@ -1,4 +1,6 @@
 //! A device whose n-th call fails.
+//!
+//! May import: `device`, `units`.
 
 use std::sync::Mutex;
 

@@ -1,4 +1,6 @@
 //! A device with less memory than it has.
+//!
+//! May import: `device`, `units`.
 
 use std::sync::Mutex;
 

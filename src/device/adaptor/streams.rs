@@ -7,6 +7,8 @@
 //!
 //! Each stream is a queue that runs from its head; a wait at the head holds its stream until the work
 //! before the fence is done. A fence names only work enqueued before it, so some head can always run.
+//!
+//! May import: `device`, `units`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;

@@ -1,0 +1,201 @@
+//! Compiling: all branches are planned again with their lifespans known, and the plan is installed if
+//! it holds fewer pages.
+//!
+//! ```text
+//!   tapes + ends --> planner --> windows mapped behind the old ones --> old windows unmapped
+//!                                 over the same pages                    pages left over given back
+//! ```
+//!
+//! **What is planned.** The tapes of all branches, laid end to end, are one time line. Each placement is
+//! one item; it is live wherever a branch had it live. Edges on no tape (of aborted steps, of branches
+//! that were forgotten) are dropped, as they are when the graph is too large.
+//!
+//! **Why it is sound.** A placement is an identity with a mix of its own; a compile moves places and
+//! touches neither identities nor states. Every edge that stays lies on a tape, so the buffers that are
+//! live in its source state are items that were live with its placement there, and the plan keeps those
+//! disjoint. A state that is reached in another way has the same identities live, hence the same
+//! places. Two placements may get one place: then no recorded state has both, and each is found by its
+//! place only while it is the live one. A new allocation at a place that placements share takes the
+//! identity of any of them: it is not live (its place is free), and states only ever say which
+//! identities are live. Identities are numbered, not made from places, so that one recorded later is
+//! never taken for one that was moved away.
+//!
+//! **Memory.** At a step's boundary no buffer of the state is live, so new windows stand over the pages
+//! that are there. A plan is installed only if it needs fewer, so nothing is created and the change
+//! never holds more than before it. Windows of buffers that outlived their step stay with their pages,
+//! out of the plan's reach, until they go. Mapping is all or nothing; what cannot be unmapped
+//! afterwards belongs to nobody and is taken away later. So whatever fails, one layout works.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{Duration, Instant};
+
+use super::Engine;
+use crate::error::Error;
+use crate::graph::live::LiveTable;
+use crate::graph::tape::SURVIVOR;
+use crate::graph::{Graph, Kind, ends};
+use crate::mix::MixBuild;
+use crate::placer::{Place, Space, Units};
+use crate::planner::{self, Problem, Rules};
+use crate::stats::Compiled;
+use crate::units::{ALIGNMENT, Bytes};
+
+type Numbers = HashMap<u32, u32, MixBuild>;
+
+impl Engine {
+    /// Plans all branches anew and installs the plan if it holds fewer bytes; no step is active.
+    pub fn compile(&mut self, time_limit: Duration) -> Result<Compiled, Error> {
+        let began = Instant::now();
+        debug_assert!(self.active.is_none());
+        if self.shared.is_pinned() {
+            return Err(Error::Pinned);
+        }
+        self.drain();
+        self.end_young();
+        self.settle_survivors(false);
+        self.sync_placer();
+        let (held_before, calls_before) = (self.arena.held(), self.arena.calls());
+        let mut report = Compiled {
+            held_before,
+            held_after: held_before,
+            ..Compiled::default()
+        };
+        let branches = self.compilable();
+        let (items, problem) = self.problem(&branches);
+        let obstacles: Vec<Place> = self
+            .table
+            .iter()
+            .map(|number| self.graph.placements[number as usize].place)
+            .filter(|place| self.arena.placer.space_of_place(*place) == Space::Step)
+            .collect();
+        // A problem that cannot be stated is too large for the range anyway.
+        if let Some(problem) = problem {
+            let rules = Rules {
+                time_limit,
+                ..Rules::default()
+            };
+            let plan = planner::plan(&problem, rules).plan;
+            report.planned = plan.held(&problem);
+            report.strategy = plan.strategy;
+            if plan.frame_count < self.arena.usable_frames(&obstacles).len() as u64 {
+                let frames: Option<Vec<u32>> = (0..plan.page_count)
+                    .map(|page| plan.frame_at(page))
+                    .collect();
+                let first = self
+                    .arena
+                    .install(&frames.unwrap_or_default(), &obstacles)
+                    .map_err(|refusal| self.error(refusal, 0))?;
+                let base = u64::from(first) * (self.arena.granule().0 / ALIGNMENT.0);
+                let starts = plan.starts.iter().map(|start| (base + start) as Units);
+                let starts: Numbers = items.into_iter().zip(starts).collect();
+                self.rebuild(&branches, &starts);
+                report.is_installed = true;
+            }
+        }
+        report.held_after = self.arena.held();
+        report.device_calls = self.arena.calls() - calls_before;
+        report.time = began.elapsed();
+        self.compiled = Some(report);
+        Ok(report)
+    }
+
+    /// Branches whose every edge is in use and whose buffers' ends are known.
+    fn compilable(&self) -> Vec<usize> {
+        let branches = self.tapes.branches.iter().enumerate();
+        branches
+            .filter(|(_, branch)| {
+                ends::fit(&branch.tape, &branch.ends)
+                    && branch.tape.iter().all(|entry| {
+                        entry.edge == SURVIVOR || !self.graph.edges[entry.edge as usize].dead
+                    })
+            })
+            .map(|(at, _)| at)
+            .collect()
+    }
+
+    /// The placements of these branches, and the problem whose items they are.
+    fn problem(&self, branches: &[usize]) -> (Vec<u32>, Option<Problem>) {
+        let mut lifespans: BTreeMap<u32, Vec<std::ops::Range<u64>>> = BTreeMap::new();
+        let mut base = 0;
+        for &at in branches {
+            let branch = &self.tapes.branches[at];
+            for (number, (entry, &end)) in (0..).zip(branch.tape.iter().zip(&branch.ends)) {
+                if entry.edge != SURVIVOR {
+                    lifespans
+                        .entry(entry.placement)
+                        .or_default()
+                        .push(base + number..base + u64::from(end));
+                }
+            }
+            base += branch.tape.len() as u64;
+        }
+        let items: Vec<u32> = lifespans.keys().copied().collect();
+        let sized = lifespans.into_iter().map(|(number, lifespans)| {
+            let len = self.graph.placements[number as usize].place.len;
+            (Bytes(u64::from(len) * ALIGNMENT.0), lifespans)
+        });
+        (items, Problem::new(self.arena.granule(), sized).ok())
+    }
+
+    /// Makes the graph of these branches afresh, with each placement at its new start.
+    fn rebuild(&mut self, branches: &[usize], starts: &Numbers) {
+        let old = Graph::after(&mut self.graph);
+        let granule_units = (self.arena.granule().0 / ALIGNMENT.0) as u32;
+        let old_table = std::mem::replace(
+            &mut self.table,
+            LiveTable::new(granule_units, self.arena.placer.page_ranges()[1].0),
+        );
+        // What is live stays where it is; an obstacle is never again what it was to the state.
+        for number in old_table.iter() {
+            let mut placement = old.placements[number as usize];
+            placement.slot = self.table.slot(placement.place.start);
+            let slot = placement.slot;
+            let number = match placement.kind {
+                Kind::Obstacle | Kind::Own => {
+                    self.graph
+                        .add_placement(placement.place, slot, Kind::Obstacle)
+                }
+                Kind::Survivor | Kind::Young => self.graph.keep_placement(placement),
+            };
+            self.table.set_known(slot, number);
+        }
+        let (mut placements, mut edges) = (Numbers::default(), Numbers::default());
+        for at in 0..self.tapes.branches.len() {
+            if !branches.contains(&at) {
+                let branch = &mut self.tapes.branches[at];
+                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
+            }
+        }
+        for entry in self
+            .tapes
+            .branches
+            .iter_mut()
+            .flat_map(|branch| &mut branch.tape)
+        {
+            if entry.edge == SURVIVOR {
+                // Its place is chosen anew each time.
+                entry.placement = u32::MAX;
+                continue;
+            }
+            let number = *placements.entry(entry.placement).or_insert_with(|| {
+                let mut placement = old.placements[entry.placement as usize];
+                placement.place.start = starts[&entry.placement];
+                placement.slot = self.table.slot(placement.place.start);
+                placement.kind = Kind::Own;
+                self.arena.placer.offer(placement.place);
+                self.graph.keep_placement(placement)
+            });
+            let placement = self.graph.placements[number as usize];
+            let edge = *edges.entry(entry.edge).or_insert_with(|| {
+                self.arena.placer.mention(placement.place);
+                let hint = old.edges[entry.edge as usize].hint;
+                self.graph.keep_edge(entry.state, number, hint)
+            });
+            (entry.placement, entry.edge) = (number, edge);
+            (entry.start, entry.slot) = (placement.place.start, placement.slot);
+        }
+        self.tapes.forget_run();
+        self.recording = None;
+        self.epoch += 1;
+    }
+}
