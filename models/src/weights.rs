@@ -53,7 +53,7 @@ const GRANULE: Bytes = Bytes::kib(16);
 /// in a scope that names its weights. A file stays mapped and may not change while the model lives.
 pub fn load_paged(
     kind: ModelKind,
-    source: Source<'static>,
+    source: Source<'_>,
     budget: Bytes,
 ) -> Result<(Box<dyn Denoiser>, Paged)> {
     let paged = match source {
@@ -62,8 +62,11 @@ pub fn load_paged(
         Source::Embedded => unsafe {
             Paged::over_bytes(embedded(kind), DType::F32, budget, GRANULE)
         },
-        // SAFETY: as above.
-        Source::Bytes(bytes) => unsafe { Paged::over_bytes(bytes, DType::F32, budget, GRANULE) },
+        // They may go before the weights do.
+        Source::Bytes(_) => {
+            let why = "weights are paged from a file or from the program".to_string();
+            return Err(unfit(kind, source, why));
+        }
         // SAFETY: as above, and the caller leaves the file alone.
         Source::File(path) => unsafe { Paged::open(&[path], DType::F32, budget, GRANULE) },
     };

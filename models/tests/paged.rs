@@ -127,25 +127,22 @@ fn files_and_indexes_are_mapped_and_damage_is_named() {
         &mut Plain,
     );
     for name in ["dit.safetensors", "dit.safetensors.index.json"] {
-        let file: &'static std::path::Path = Box::leak(path(name).into_boxed_path());
+        let file = path(name);
         let (model, _paged) =
-            load_paged(ModelKind::Dit, Source::File(file), Bytes::mib(1)).unwrap();
+            load_paged(ModelKind::Dit, Source::File(&file), Bytes::mib(1)).unwrap();
         assert_eq!(draw(model.as_ref(), &mut Plain), plain);
     }
     std::fs::write(path("short.safetensors"), &whole[..whole.len() / 2]).unwrap();
     std::fs::write(path("broken.json"), "{").unwrap();
     for name in ["short.safetensors", "broken.json", "absent.safetensors"] {
-        let file: &'static std::path::Path = Box::leak(path(name).into_boxed_path());
-        let error = load_paged(ModelKind::Dit, Source::File(file), Bytes::mib(1)).unwrap_err();
+        let file = path(name);
+        let error = load_paged(ModelKind::Dit, Source::File(&file), Bytes::mib(1)).unwrap_err();
         let text = error.to_string();
         assert!(text.contains(name), "{text}");
         assert_eq!(text.lines().count(), 1, "{text}");
     }
-    let error = load_paged(
-        ModelKind::Unet,
-        Source::File(Box::leak(path("dit.safetensors").into_boxed_path())),
-        Bytes::mib(1),
-    );
+    let file = path("dit.safetensors");
+    let error = load_paged(ModelKind::Unet, Source::File(&file), Bytes::mib(1));
     let text = error.unwrap_err().to_string();
     assert!(text.contains("do not fit the model unet: "), "{text}");
 }
