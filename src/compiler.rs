@@ -34,6 +34,12 @@ pub struct Compiler {
     serial: u64,
 }
 
+// Between steps it may move to another thread, which then steps it.
+const _: () = {
+    const fn is_send<T: Send>() {}
+    is_send::<Compiler>();
+};
+
 impl Compiler {
     /// Reserves addresses on `device`; memory comes as steps need it.
     ///
@@ -177,6 +183,17 @@ impl Compiler {
         Ok(result)
     }
 
+    /// Serves allocations of `stream` from the next step on; the first is stream 0. What steps did on the
+    /// last stream comes before what they do on this one.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; [`Error::StepActive`] while a step is leaked
+    /// on another thread.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().ok_or(Error::StepActive)?.use_stream(stream)
+    }
+
     /// All numbers, between steps. All zero while a step is leaked on another thread.
     pub fn stats(&mut self) -> Stats {
         let _bookkeeping = Bookkeeping::begin();
@@ -254,8 +271,36 @@ impl Drop for Compiler {
     }
 }
 
-/// A step that is active on this thread. It cannot be sent to another one; dropped without
-/// [`finish`](Self::finish) it aborts.
+/// A step that is active on this thread; dropped without [`finish`](Self::finish) it aborts.
+///
+/// What began on one thread cannot end on another, nor be seen there:
+///
+/// ```compile_fail,E0277
+/// fn elsewhere(step: memory_compiler::Step<'_>) {
+///     std::thread::scope(|scope| {
+///         scope.spawn(move || step.finish());
+///     });
+/// }
+/// ```
+///
+/// ```compile_fail,E0277
+/// fn elsewhere(step: &memory_compiler::Step<'_>) {
+///     std::thread::scope(|scope| {
+///         scope.spawn(|| step.stats());
+///     });
+/// }
+/// ```
+///
+/// The same function on its own thread compiles:
+///
+/// ```
+/// fn here(step: memory_compiler::Step<'_>) -> Result<(), memory_compiler::Error> {
+///     step.finish().map(drop)
+/// }
+/// ```
+///
+/// A step that is leaked (`std::mem::forget`) stays with its thread: there the compiler takes it back
+/// as aborted, elsewhere its methods return [`Error::StepActive`].
 #[derive(Debug)]
 pub struct Step<'c> {
     compiler: &'c mut Compiler,
@@ -356,7 +401,13 @@ impl Drop for Step<'_> {
     }
 }
 
-/// A scope that is open until this is dropped.
+/// A scope that is open until this is dropped, on the thread that opened it:
+///
+/// ```compile_fail,E0277
+/// fn elsewhere(scope: memory_compiler::Scope) {
+///     std::thread::spawn(move || drop(scope));
+/// }
+/// ```
 #[derive(Debug)]
 #[must_use = "the scope closes when this is dropped: bind it with `let _scope = …`"]
 pub struct Scope {
@@ -412,6 +463,12 @@ impl Drop for Scope {
 }
 
 /// Until this is dropped, allocations of this thread's innermost step pass through.
+///
+/// ```compile_fail,E0277
+/// fn elsewhere(pause: memory_compiler::Pause) {
+///     std::thread::spawn(move || drop(pause));
+/// }
+/// ```
 #[derive(Debug)]
 #[must_use = "the pause ends when this is dropped: bind it with `let _pause = …`"]
 pub struct Pause {

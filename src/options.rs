@@ -21,6 +21,7 @@ pub struct Options {
     /// Most edges of the step graph (about 370 bytes each with their state and tape). A program whose
     /// sizes never repeat would record for ever: beyond the limit the branches that ran longest ago
     /// are forgotten, until half of it is free. What was forgotten is recorded again when it comes.
+    /// Names of steps and scopes that never repeat are forgotten beyond the same number.
     pub edge_limit: u32,
     /// Plan all buffers again after so many steps in a row in which nothing was recorded, as
     /// [`Compiler::compile`](crate::Compiler::compile) does; `None` for only when that is called.

@@ -11,8 +11,9 @@
 //!
 //! May import: layer 0, `placer` for units, `stats`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
+use crate::bits::BitSet;
 use crate::mix::{self, MixBuild};
 use crate::placer::Units;
 use crate::stats::ScopeStats;
@@ -64,6 +65,9 @@ pub(crate) struct Scopes {
     /// Path of each counter.
     path_of: Vec<u32>,
     strict: u32,
+    /// Numbers of forgotten paths, to be given out again; whether there ever was one.
+    unused: Vec<u32>,
+    has_forgotten: bool,
 }
 
 impl Scopes {
@@ -88,11 +92,16 @@ impl Scopes {
     }
 
     fn new_node(&mut self, name: &str, parent: Option<u32>) -> u32 {
-        self.nodes.push(Node {
+        let node = Node {
             name: name.into(),
             parent,
             ..Node::default()
-        });
+        };
+        if let Some(number) = self.unused.pop() {
+            self.nodes[number as usize] = node;
+            return number;
+        }
+        self.nodes.push(node);
         u32::try_from(self.nodes.len() - 1).expect("scope paths are numbered by u32")
     }
 
@@ -205,6 +214,47 @@ impl Scopes {
         new
     }
 
+    /// Paths and positions that are remembered.
+    pub fn remembered(&self) -> usize {
+        self.nodes.len() - self.unused.len() + self.counters.len()
+    }
+
+    /// Forgets the paths that neither a counter nor one of `names` is on. No scope is open.
+    pub fn retain_paths(&mut self, names: impl Iterator<Item = u32>) {
+        let mut kept = BitSet::default();
+        for path in self.path_of.iter().copied().chain(names) {
+            let mut next = Some(path);
+            while let Some(path) = next.filter(|&path| !kept.contains(path)) {
+                kept.insert(path);
+                next = self.nodes[path as usize].parent;
+            }
+        }
+        self.unused = (0..self.nodes.len() as u32)
+            .filter(|&path| !kept.contains(path))
+            .collect();
+        for &path in &self.unused {
+            self.nodes[path as usize] = Node::default();
+        }
+        self.roots.retain(|_, path| kept.contains(*path));
+        self.roots.shrink_to_fit();
+        for node in &mut self.nodes {
+            node.children.retain(|_, path| kept.contains(*path));
+            node.children.shrink_to_fit();
+        }
+        self.has_forgotten |= !self.unused.is_empty();
+    }
+
+    /// Counts the positions that survive in each path anew.
+    pub fn count_survivors(&mut self, positions: impl Iterator<Item = Position>) {
+        for node in &mut self.nodes {
+            node.survivor_positions = 0;
+        }
+        for (counter, _) in positions {
+            let path = self.path_of[counter as usize];
+            self.nodes[path as usize].survivor_positions += 1;
+        }
+    }
+
     /// A graph break began in the innermost scope.
     pub fn add_break(&mut self) {
         let path = self.stack.last().expect("a step is open").path;
@@ -226,6 +276,11 @@ impl Scopes {
         self.stack
             .last()
             .map_or_else(String::new, |open| self.path_text(open.path))
+    }
+
+    fn depth_of(&self, path: u32) -> usize {
+        let parent = |&path: &u32| self.nodes[path as usize].parent;
+        std::iter::successors(Some(path), parent).count()
     }
 
     fn path_text(&self, path: u32) -> String {
@@ -254,7 +309,16 @@ impl Scopes {
                 .map(|open| open.peak)
                 .max()
         };
-        (0..self.nodes.len() as u32)
+        let unused: HashSet<u32> = self.unused.iter().copied().collect();
+        let mut paths: Vec<u32> = (0..self.nodes.len() as u32)
+            .filter(|path| !unused.contains(path))
+            .collect();
+        if self.has_forgotten {
+            // Numbers that were given out again are in no order.
+            paths.sort_by_key(|&path| self.depth_of(path));
+        }
+        paths
+            .into_iter()
             .map(|path| {
                 let node = &self.nodes[path as usize];
                 ScopeStats {

@@ -153,8 +153,12 @@ pub struct StepReport {
     pub peak: Bytes,
 }
 
+/// Scopes that are named in the table.
+const SHOWN_SCOPES: usize = 8;
+
 impl fmt::Display for Stats {
-    /// A table: one line a branch, then the memory, then what went wrong, if anything did.
+    /// A table: one line a branch, then the memory, which scopes' buffers outlive their step (and how
+    /// many positions in each), then what went wrong, if anything did.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -209,6 +213,22 @@ impl fmt::Display for Stats {
                 compiled.device_calls,
                 compiled.time.as_secs_f64() * 1e3
             )?;
+        }
+        let surviving = || {
+            let scopes = self.scopes.iter();
+            scopes.filter(|scope| scope.survivor_positions > 0)
+        };
+        for (nth, scope) in surviving().take(SHOWN_SCOPES).enumerate() {
+            let before = if nth == 0 {
+                "\nsurvivors come from "
+            } else {
+                ", "
+            };
+            let (path, count) = (&scope.path, scope.survivor_positions);
+            write!(f, "{before}{path} ({count})")?;
+        }
+        if let Some(more) = surviving().count().checked_sub(SHOWN_SCOPES + 1) {
+            write!(f, " and {} scopes more", more + 1)?;
         }
         for (count, what) in [
             (self.bad_frees, "bad frees"),

@@ -127,6 +127,7 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
         );
         pair.end();
         if failures == 0 {
+            println!("{n} calls failed in turn: {call:?} {repeat:?} {error}");
             return n;
         }
     }
@@ -204,6 +205,140 @@ fn a_call_that_fails_once_while_the_compiler_goes_leaks_nothing() {
         if failures == 0 {
             assert!(n > 0, "there is something to give back");
             break;
+        }
+    }
+}
+
+/// What is "not ready" and goes away when it is asked again is seen by nobody.
+#[test]
+fn a_driver_that_is_not_ready_once_is_never_noticed() {
+    for n in 0.. {
+        let device = counting_host(GRANULE);
+        arm(&device, None, n, &DeviceError::NotReady, Repeat::Once);
+        let mut pair = Pair::over(device.clone(), device.clone(), small_options());
+        assert_eq!(program(&mut pair), [], "call {n} was not ready once");
+        pair.end();
+        if device.upstream().failures() == 0 {
+            assert!(n > 50, "{n} calls are few");
+            break;
+        }
+    }
+    for call in Call::MEMORY.into_iter().chain([Call::Synchronise]) {
+        for n in 0..8 {
+            let device = counting_host(GRANULE);
+            arm(&device, Some(call), n, &DeviceError::NotReady, Repeat::Once);
+            let mut pair = Pair::over(device.clone(), device.clone(), small_options());
+            assert_eq!(program(&mut pair), [], "{call:?} {n} was not ready once");
+            pair.end();
+        }
+    }
+}
+
+/// A budget that just holds the program, so that idle memory has to go on the way; and each call fails.
+#[test]
+fn any_memory_call_may_fail_where_the_budget_is_tight() {
+    let run = |pages: u64, fault: Option<(u64, Repeat)>| {
+        let device = counting_host(GRANULE);
+        let options = Options {
+            budget: Some(Bytes(pages * PAGE)),
+            ..small_options()
+        };
+        let mut pair = Pair::over(device.clone(), device.clone(), options);
+        if let Some((n, repeat)) = fault {
+            let driver = DeviceError::Driver {
+                call: Call::Unmap,
+                code: 999,
+            };
+            arm(&device, None, n, &driver, repeat);
+        }
+        let errors = program(&mut pair);
+        assert!(device.books().held.0 <= pages * PAGE, "over the budget");
+        let failures = device.upstream().failures();
+        device.upstream().disarm();
+        for error in errors.iter().chain(&program(&mut pair)) {
+            let typed = matches!(error, Error::Device { .. } | Error::OverBudget { .. });
+            assert!(typed, "{error}");
+        }
+        pair.end();
+        (errors.len(), failures)
+    };
+    let least = (1..100)
+        .find(|&pages| run(pages, None).0 == 0)
+        .expect("a budget that is enough");
+    for (pages, repeat) in [
+        (least, Repeat::Once),
+        (least, Repeat::Always),
+        (least - 2, Repeat::Once),
+    ] {
+        let calls = (0..).find(|&n| run(pages, Some((n, repeat))).1 == 0);
+        assert!(calls > Some(50), "{calls:?} calls are few");
+    }
+}
+
+/// Before an allocation fails for want of memory, idle memory of the same compiler goes.
+#[test]
+fn idle_memory_goes_before_a_device_is_called_full() {
+    for budget in [None, Some(Bytes(16 * PAGE))] {
+        let device = match budget {
+            None => limited_host(GRANULE, Bytes(16 * PAGE)),
+            Some(_) => counting_host(GRANULE),
+        };
+        let options = Options {
+            budget,
+            ..small_options()
+        };
+        let mut pair = Pair::over(device.clone(), device.clone(), options);
+        // Replays may have to fetch their memory again.
+        pair.book.trimmed = true;
+        let mut kept = None;
+        for _ in 0..6 {
+            let mut run = pair.begin("step");
+            let large = run.here(9 * PAGE);
+            run.free(large, true);
+            // From the second step on in the space of survivors, where the large one's pages cannot go.
+            let new = run.here(5 * PAGE);
+            if let Some(old) = kept.replace(new) {
+                run.free(old, true);
+            }
+            run.finish();
+            let held = device.books().held;
+            assert!(held.0 <= 16 * PAGE, "{held}");
+        }
+        pair.end();
+    }
+}
+
+/// A device that refuses from a call on, for good, while the compiler goes: buffers stay readable until
+/// they go, nothing panics, and what the device did not take back is in its own books.
+#[test]
+fn a_device_that_refuses_for_good_keeps_what_it_has() {
+    let driver = DeviceError::Driver {
+        call: Call::Release,
+        code: 999,
+    };
+    for call in [
+        Call::Unmap,
+        Call::Release,
+        Call::Unreserve,
+        Call::Synchronise,
+    ] {
+        for n in 0..6 {
+            let device = counting_host(GRANULE);
+            let mut pair = Pair::over(device.clone(), device.clone(), small_options());
+            assert_eq!(program(&mut pair), []);
+            arm(&device, Some(call), n, &driver, Repeat::Always);
+            pair.compiler = None;
+            pair.book.check_contents();
+            for address in pair.book.addresses() {
+                pair.book.check_contents();
+                pair.free(address);
+            }
+            let refused = device.upstream().failures() > 0;
+            if !device.is_empty() {
+                assert!(refused && call != Call::Synchronise, "{:?}", device.books());
+                // `Host` would complain of what it was not allowed to take back.
+                std::mem::forget(device);
+            }
         }
     }
 }

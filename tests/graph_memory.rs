@@ -1,8 +1,8 @@
 //! What the compiler's own books cost, by a global allocator that counts.
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use memory_compiler::device::Host;
 use memory_compiler::{Address, Allocation, Bytes, Compiler, Options};
@@ -25,6 +25,9 @@ unsafe impl GlobalAlloc for CountingAllocator {
         unsafe { System.dealloc(pointer, layout) }
     }
 }
+
+/// One test at a time: they share the counter.
+static ALONE: Mutex<()> = Mutex::new(());
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -55,6 +58,7 @@ fn step(compiler: &mut Compiler, count: u64) {
 
 #[test]
 fn ten_thousand_states_with_their_edges_and_tape_cost_at_most_4_mb_and_do_not_grow() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let mut compiler = Compiler::new(
         Arc::new(Host::new(Bytes::mib(2)).unwrap()),
         Options::default(),
@@ -151,14 +155,14 @@ fn drifting_in_a_process_of_its_own() {
 
 #[test]
 fn a_hundred_thousand_steps_of_drifting_sizes_leave_the_books_flat() {
+    run_alone("drifting_in_a_process_of_its_own");
+}
+
+fn run_alone(test: &str) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let this = std::env::current_exe().unwrap();
     let child = std::process::Command::new(this)
-        .args([
-            "--exact",
-            "drifting_in_a_process_of_its_own",
-            "--ignored",
-            "--nocapture",
-        ])
+        .args(["--exact", test, "--ignored", "--nocapture"])
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&child.stdout);
@@ -169,4 +173,68 @@ fn a_hundred_thousand_steps_of_drifting_sizes_leave_the_books_flat() {
     );
     assert!(said.contains("1 passed"), "{said}");
     print!("{said}");
+}
+
+/// A server that names its steps and scopes after its requests: the names never repeat, the work does.
+#[test]
+#[ignore = "shares the counter with the other tests: run by the test below, in a process of its own"]
+fn names_in_a_process_of_its_own() {
+    const STEPS: u64 = 20_000;
+    let device = Arc::new(Host::new(Bytes::kib(64)).unwrap());
+    let options = Options {
+        edge_limit: 1_000,
+        ..Options::default()
+    };
+    let mut compiler = Compiler::new(device, options).unwrap();
+    let mut output = None;
+    let (mut after_warm_up, mut most) = (0, 0);
+    for n in 0..STEPS {
+        let step = compiler.begin(&format!("request {n}")).unwrap();
+        let scope = memory_compiler::scope(&format!("user {}", n / 3));
+        let mut live = Vec::new();
+        for i in 1..6 {
+            let Allocation::Here(at) = step.alloc(Bytes(20_000 * i)).unwrap() else {
+                panic!()
+            };
+            live.push(at);
+        }
+        let new = live.pop().unwrap();
+        if let Some(old) = output.replace(new) {
+            step.free(old).unwrap();
+        }
+        live.into_iter().for_each(|at| step.free(at).unwrap());
+        drop(scope);
+        step.finish().unwrap();
+        most = most.max(LIVE.load(Ordering::Relaxed));
+        if n == STEPS * 3 / 10 {
+            after_warm_up = most;
+            let stats = compiler.stats();
+            let of_scopes: u64 = stats.scopes.iter().map(|s| s.survivor_positions).sum();
+            assert_eq!(of_scopes, stats.survivor_positions);
+            for scope in &stats.scopes {
+                let parent = scope.path.rsplit_once('/').map(|(parent, _)| parent);
+                let before = stats
+                    .scopes
+                    .iter()
+                    .take_while(|other| other.path != scope.path);
+                assert!(
+                    parent.is_none_or(|parent| before.into_iter().any(|s| s.path == parent)),
+                    "{} comes before its parent",
+                    scope.path
+                );
+            }
+        }
+    }
+    let stats = compiler.stats();
+    println!("books at most {most} bytes, {after_warm_up} after three tenths");
+    assert!(stats.scopes.len() <= 2_000, "{} scopes", stats.scopes.len());
+    assert!(
+        most <= after_warm_up + after_warm_up / 10,
+        "{most} bytes after {after_warm_up}"
+    );
+}
+
+#[test]
+fn names_that_never_repeat_leave_the_books_flat() {
+    run_alone("names_in_a_process_of_its_own");
 }

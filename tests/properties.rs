@@ -4,6 +4,7 @@ mod reference;
 
 use memory_compiler::Stats;
 use proptest::prelude::*;
+use reference::faulty::Faulty;
 use reference::program::Program;
 
 /// Records rather than bytes, so that shrinking leaves out whole ones.
@@ -20,6 +21,47 @@ proptest! {
         let stats = program.run();
         prop_assert_eq!(stats.steps, program.steps.len() as u64);
     }
+}
+
+/// The same on a device that fails.
+fn faulty_programs() -> impl Strategy<Value = Faulty> {
+    let faults = prop::collection::vec(any::<[u8; 4]>(), 1..=4);
+    let records = prop::collection::vec(any::<[u8; 4]>(), 0..120);
+    (faults, records).prop_map(|(faults, records)| {
+        let mut bytes = vec![faults.len() as u8 - 1];
+        bytes.extend(faults.concat());
+        bytes.extend(records.concat());
+        Faulty::decode(&bytes)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 384, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_device_that_fails_loses_nothing_of_any_program(faulty in faulty_programs()) {
+        let outcome = faulty.run();
+        prop_assert!(outcome.errors <= outcome.failures);
+    }
+}
+
+#[test]
+fn the_faults_reach_the_programs() {
+    use proptest::strategy::ValueTree;
+    use proptest::test_runner::TestRunner;
+
+    let mut runner = TestRunner::deterministic();
+    let (mut failures, mut errors) = (0, 0);
+    for _ in 0..128 {
+        let faulty = faulty_programs().new_tree(&mut runner).expect("one");
+        let outcome = faulty.current().run();
+        failures += outcome.failures;
+        errors += outcome.errors;
+    }
+    assert!(
+        failures > 300 && errors > 100,
+        "{failures} calls failed, {errors} errors"
+    );
 }
 
 /// The property above proves something only while its programs do.

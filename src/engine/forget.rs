@@ -1,8 +1,10 @@
-//! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten.
+//! A limit to what is remembered: beyond it, the branches that ran longest ago are forgotten, and the
+//! scope paths and positions that no branch is left of.
 //!
 //! Every edge that a finished run took lies on the tape of its branch, so "recently used" is a property of
-//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and the hot path has nothing to write down. At the beginning of a step nothing of the
-//! state is live, so edges may go in any number: the graph is built afresh from the tapes that stay.
+//! branches (edges of aborted runs, and of branches that were dropped, are on no tape and go first), and
+//! the hot path has nothing to write down. At the beginning of a step nothing of the state is live, so
+//! edges may go in any number: the graph is built afresh from the tapes that stay.
 //! Placements of live buffers stay too, whatever they are. Forgetting can cost a recording, never an
 //! overlap: an edge that stays is as disjoint from its state as before.
 //!
@@ -19,9 +21,12 @@ use crate::mix::MixBuild;
 type Numbers = HashMap<u32, u32, MixBuild>;
 
 impl Engine {
-    /// Forgets branches, and edges on no tape, once there are more edges than the limit.
+    /// Forgets branches, and edges on no tape, once there are more edges than the limit, or more scope
+    /// paths and positions than that.
     pub(super) fn forget_oldest(&mut self) {
-        if self.graph.edges.len() <= self.edge_limit || self.shared.is_pinned() {
+        let is_little = self.graph.edges.len() <= self.edge_limit
+            && self.scopes.remembered() <= self.scope_limit;
+        if is_little || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
@@ -79,6 +84,7 @@ impl Engine {
         }
         self.table.renumber(|number| placements[&number]);
         self.forget_positions();
+        self.forget_paths();
     }
 
     /// The branches that ran last, as many as have `limit` edges together, and the last one if only it
@@ -136,5 +142,14 @@ impl Engine {
         {
             entry.counter = new[&entry.counter];
         }
+    }
+
+    /// Forgets scope paths and names of steps that no branch is left of.
+    fn forget_paths(&mut self) {
+        self.scopes.count_survivors(self.survivors.iter().copied());
+        let names = self.tapes.branches.iter().map(|branch| branch.name);
+        self.scopes.retain_paths(names);
+        // One step may enter more scopes than the limit: not to be looked through every time.
+        self.scope_limit = self.edge_limit.max(self.scopes.remembered() * 2);
     }
 }

@@ -22,6 +22,7 @@
 
 mod compile;
 mod forget;
+mod handover;
 mod record;
 mod shared;
 mod steps;
@@ -30,11 +31,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub(crate) use shared::{Freed, Shared};
+use shared::{Home, this_thread};
+
+pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::StreamId;
+use crate::device::{Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -63,6 +66,18 @@ pub(crate) enum OnError {
     Fail,
     /// Serve it or pass it on; the step returns the error at its end.
     Postpone,
+    /// Serve a strict break, and let the step return it; return at the call that there is no memory.
+    #[cfg(feature = "cuda")]
+    Refuse,
+}
+
+/// Who frees a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// The program, by an address that it may have from anywhere: not what a value still owns.
+    Program,
+    /// The CPU hook: the value that owned the block is gone.
+    Hook,
 }
 
 /// Numbers of the step that is active, or of the last one.
@@ -98,6 +113,8 @@ pub(crate) struct Engine {
     pub shared: Arc<Shared>,
     /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
     pub host_threshold: Bytes,
+    /// Whose memory it is, for the GPU hook.
+    pub gpu: Option<GpuIdentity>,
     tapes: Tapes,
     /// Hash of the state.
     hash: u128,
@@ -132,9 +149,13 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most scope paths and positions.
+    scope_limit: usize,
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
+    /// The thread of the last step; 0 before the first.
+    home_thread: u64,
     /// Number of the step, unique in the process; guards compare it.
     pub serial: u64,
     active: Option<Active>,
@@ -180,6 +201,7 @@ impl Engine {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
+            gpu: shared.device.gpu(),
             shared,
             host_threshold,
             tapes: Tapes::default(),
@@ -206,9 +228,11 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
+            home_thread: 0,
             serial: 0,
             active: None,
             last_aborted: false,
@@ -229,7 +253,7 @@ impl Engine {
     /// Serves an allocation of the active step.
     #[inline]
     pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
-        if self.shared.has_frees() {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
         let wide = wide_units(size);
@@ -242,6 +266,9 @@ impl Engine {
             self.tapes.cursor += 1;
             self.hash ^= entry.mix;
             self.table.set(entry.slot, Some(entry.placement));
+            if on_error == OnError::Postpone {
+                self.table.mark_hooked(entry.slot);
+            }
             self.scopes.count((entry.counter, entry.nth), entry.len);
             self.own_count += 1;
             self.live += wide;
@@ -255,15 +282,15 @@ impl Engine {
 
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
-    pub fn free(&mut self, address: Address) -> Result<(), Error> {
-        if self.shared.has_frees() {
+    pub fn free(&mut self, address: Address, by: By) -> Result<(), Error> {
+        if self.shared.handover.has_waiting() {
             self.drain();
         }
-        self.apply_free(address)
+        self.apply_free(address, by)
     }
 
     #[inline]
-    fn apply_free(&mut self, address: Address) -> Result<(), Error> {
+    fn apply_free(&mut self, address: Address, by: By) -> Result<(), Error> {
         let offset = address.0.wrapping_sub(self.shared.base.0);
         let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
             self.table
@@ -279,6 +306,13 @@ impl Engine {
                 reason: BadFree::NotLive,
             });
         };
+        if by == By::Program && self.table.is_hooked(slot) {
+            self.totals.bad_frees += 1;
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::Hooked,
+            });
+        }
         self.table.set(slot, None);
         self.step.events += 1;
         let placement = &self.graph.placements[number as usize];
@@ -315,22 +349,64 @@ impl Engine {
         self.recent_peak = self.live;
     }
 
-    /// Applies the frees that other threads queued.
+    /// Applies the frees that other threads queued. One that the device cannot order behind the work of
+    /// its stream stays queued, and its buffer live, until a later call can.
     #[cold]
     pub fn drain(&mut self) {
-        for freed in self.shared.take_frees() {
-            if let Some(fence) = freed.fence
-                && let Err(error) = self.arena.device().wait(self.stream, fence)
-            {
-                // Reuse is only safe behind the fence; waiting for everything is behind it too.
-                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
-                if self.arena.device().synchronise().is_err() {
-                    self.totals.bad_frees += 1;
-                    continue;
-                }
+        for freed in self.shared.handover.take() {
+            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+                self.shared.handover.push(freed);
+                continue;
             }
             // Counted where it is bad; nobody waits for the answer.
-            drop(self.apply_free(freed.address));
+            drop(self.apply_free(freed.address, freed.by));
+        }
+    }
+
+    /// Whether the steps' stream may be another than the one that its handle names on this thread.
+    pub(super) fn is_abroad(&self) -> bool {
+        self.gpu.is_some() && self.home_thread != this_thread()
+    }
+
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
+    fn move_home(&mut self) {
+        if self.home_thread == this_thread() {
+            return;
+        }
+        if self.home_thread != 0
+            && self.is_abroad()
+            && let Err(error) = self.arena.device().synchronise()
+        {
+            tracing::warn!(%error, "waiting for the device failed");
+        }
+        self.home_thread = this_thread();
+        self.shared.set_home(Home {
+            thread: self.home_thread,
+            stream: self.stream,
+        });
+    }
+
+    /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
+    fn is_behind(&self, fence: Fence) -> bool {
+        let device = self.arena.device();
+        match device.wait(self.stream, fence) {
+            Ok(()) if !self.is_abroad() => return true,
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+            }
+        }
+        device.synchronise().is_ok()
+    }
+
+    /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
+    /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
+    pub fn drain_orphan(&mut self) {
+        for freed in self.shared.handover.take() {
+            if let Some(fence) = freed.fence {
+                drop(self.arena.device().wait(self.stream, fence));
+            }
+            drop(self.apply_free(freed.address, freed.by));
         }
     }
 

@@ -26,12 +26,13 @@
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!
-//! May import: `current`, `options`, `hook/weights`, `units`.
+//! May import: `current`, `engine` for who frees, `options`, `hook/weights`, `units`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
 
 use crate::current::{self, Probe};
+use crate::engine::By;
 use crate::hook::weights;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -102,9 +103,12 @@ fn take_back(pointer: *mut u8) -> bool {
     let address = address(pointer);
     // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
     current::may_own(address)
-        && without_unwinding(|| match current::free_here(address) {
+        && without_unwinding(|| match current::free_here(address, By::Hook) {
             Some(_) => true,
-            None => current::free_elsewhere(address, None).is_ok() || weights::take_back(address),
+            None => {
+                current::free_elsewhere(address, None, By::Hook).is_ok()
+                    || weights::take_back(address)
+            }
         })
 }
 

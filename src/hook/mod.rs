@@ -2,5 +2,7 @@
 //!
 //! May import: `current`, `pager`, `units`.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
 pub mod weights;

@@ -13,6 +13,7 @@
 )]
 
 pub mod devices;
+pub mod faulty;
 mod memory;
 pub mod pair;
 pub mod program;

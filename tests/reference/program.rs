@@ -4,7 +4,7 @@
 //! body of another step name, or runs the body: so the runs of a program are a base and its mutations,
 //! as the steps of a sampler are. Leaving out any record leaves a program, which is what shrinks well.
 
-use memory_compiler::{Address, Bytes, Options, Stats};
+use memory_compiler::{Address, Bytes, Error, Options, Stats};
 
 use super::Expect;
 use super::pair::{Pair, Run};
@@ -141,20 +141,32 @@ impl Program {
     /// Runs it against an engine and the model, on a device of its own whose books must end empty.
     /// Returns the model's numbers.
     pub fn run(&self) -> Stats {
-        let address_space = Bytes(self.granule << 16);
-        let options = Options {
+        let pair = Pair::new(Bytes(self.granule), self.options());
+        let (stats, errors) = self.run_on(pair, |_| {});
+        assert_eq!(errors, [], "nothing failed");
+        stats
+    }
+
+    pub fn options(&self) -> Options {
+        Options {
             strict: self.strict,
-            address_space,
+            address_space: Bytes(self.granule << 16),
             ..Options::default()
-        };
+        }
+    }
+
+    /// Runs it on a pair; calls `before` with the number of each step, and of the one after the last.
+    /// Returns the model's numbers and what the device refused.
+    pub fn run_on(&self, mut pair: Pair, mut before: impl FnMut(usize)) -> (Stats, Vec<Error>) {
         let mut runner = Slots::default();
-        let mut pair = Pair::new(Bytes(self.granule), options);
-        for step in &self.steps {
+        for (number, step) in self.steps.iter().enumerate() {
+            before(number);
             for between in &step.before {
                 runner.between(&mut pair, *between);
             }
             runner.step(&mut pair, step);
         }
+        before(self.steps.len());
         for (slot, buffer) in runner.slots.into_iter().enumerate() {
             if let Some(address) = buffer
                 && self.freed_before_drop >> slot & 1 == 1
@@ -164,7 +176,7 @@ impl Program {
         }
         let stats = pair.book.model.stats.clone();
         pair.end();
-        stats
+        (stats, runner.errors)
     }
 }
 
@@ -315,6 +327,8 @@ impl Maker {
 struct Slots {
     slots: [Option<u64>; SLOTS],
     freed_last: Option<u64>,
+    /// What the device refused.
+    errors: Vec<Error>,
 }
 
 impl Slots {
@@ -341,7 +355,7 @@ impl Slots {
                     pair.free(address);
                 }
             }
-            Between::Trim => drop(pair.trim()),
+            Between::Trim => self.errors.extend(pair.try_trim().err()),
         }
     }
 
@@ -369,14 +383,14 @@ impl Slots {
 
     fn event(&mut self, run: &mut Run<'_>, event: Event) {
         match event {
-            Event::Alloc { slot, size } => {
-                if let (Expect::Replayed(_) | Expect::Recorded | Expect::Survivor, address) =
-                    run.alloc(size)
-                {
+            Event::Alloc { slot, size } => match run.try_alloc(size) {
+                Ok((Expect::Replayed(_) | Expect::Recorded | Expect::Survivor, address)) => {
                     self.free(run, slot, By::Step);
                     self.slots[slot] = address;
                 }
-            }
+                Ok((Expect::Elsewhere | Expect::Refused, _)) => {}
+                Err(error) => self.errors.push(error),
+            },
             Event::AllocElsewhere { size } => run.alloc_on_other_stream(size),
             Event::Free { slot, by } => self.free(run, slot, by),
             Event::FreeInside { slot, by } => {
