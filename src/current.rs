@@ -62,8 +62,13 @@ impl Drop for Bookkeeping {
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
     change_registry(|registry| registry.push(Arc::clone(shared)));
-    LOWEST.fetch_min(shared.base.0, Ordering::Release);
-    HIGHEST.fetch_max(shared.base.0 + shared.size.0, Ordering::Release);
+    widen(shared.base, shared.size);
+}
+
+/// Lets [`may_own`] say yes to these addresses too.
+pub(crate) fn widen(base: Address, size: Bytes) {
+    LOWEST.fetch_min(base.0, Ordering::Release);
+    HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
 }
 
 /// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.

@@ -451,11 +451,11 @@ impl Engine {
         let asked = Bytes(u64::from(len) * ALIGNMENT.0);
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
-            Refusal::OverBudget { budget } => Error::OverBudget {
+            Refusal::OverBudget { budget, free } => Error::OverBudget {
                 asked,
                 held,
                 live,
-                free: budget.saturating_sub(held),
+                free,
                 budget,
             },
             Refusal::OutOfMemory { free } => Error::OutOfMemory {

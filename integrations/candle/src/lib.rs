@@ -31,6 +31,9 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+mod paged;
+
+pub use paged::{Paged, PagedStats};
 
 use std::sync::Arc;
 
