@@ -176,6 +176,13 @@ fn replay_prints_the_statistics_table() {
     assert!(out.contains("last step: 0 breaks, 0 driver calls"), "{out}");
 }
 
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn a_build_without_a_gpu_says_how_to_get_one() {
+    let (code, _, err) = program(&["replay", &flux(), "--device", "cuda"]);
+    assert!(code == 2 && err.contains("--features cli,cuda"), "{err}");
+}
+
 #[test]
 fn a_trace_with_survivors_replays() {
     let trace = file("survivor.trace", b"s down\na 0 8388608\na 1 4096\nf 0\ne\n");

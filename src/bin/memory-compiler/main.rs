@@ -412,6 +412,21 @@ fn validate(file: &Path, plan: Option<&Path>, granule: Bytes) -> Result<(), Fail
     Ok(())
 }
 
+/// The first GPU.
+#[cfg(feature = "cuda")]
+fn cuda() -> Result<Arc<dyn Device>, Failure> {
+    let device = memory_compiler::device::Cuda::new(0);
+    Ok(Arc::new(device.map_err(|error| {
+        Failure::Other(format!("GPU 0: {error}"))
+    })?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda() -> Result<Arc<dyn Device>, Failure> {
+    let why = "this build has no GPU: build it with `--features cli,cuda`";
+    Err(Failure::Other(why.into()))
+}
+
 fn replay(file: &Path, device: Place, steps: u64, granule: Bytes) -> Result<(), Failure> {
     let trace = Input::open(file)?.trace()?;
     let device: Arc<dyn Device> = match device {
@@ -419,7 +434,7 @@ fn replay(file: &Path, device: Place, steps: u64, granule: Bytes) -> Result<(), 
             let host = Host::new(granule).map_err(|error| Failure::Other(error.to_string()))?;
             Arc::new(host)
         }
-        Place::Cuda => return Err(Failure::Other("this build has no CUDA device".into())),
+        Place::Cuda => cuda()?,
     };
     let failed = |error: memory_compiler::Error| Failure::Other(error.to_string());
     let mut compiler = Compiler::new(device, Options::default()).map_err(failed)?;
