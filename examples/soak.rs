@@ -273,11 +273,12 @@ fn main() -> ExitCode {
             next_line += Duration::from_secs(10);
             let (resident, books) = (resident_bytes(), LIVE.load(Ordering::Relaxed));
             println!(
-                "{:>6.0?} resident {}, books {}, held {}, {totals:?}",
+                "{:>6.0?} resident {}, books {}, held {}, addresses {}, {totals:?}",
                 began.elapsed(),
                 Bytes(resident),
                 Bytes(books),
-                device.books().held
+                device.books().held,
+                veteran.compiler.stats().virtual_bytes
             );
         }
     }
