@@ -8,12 +8,15 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! May import: layers 0, 2 (`placer`), 3, `pages`.
+//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames.
+//!
+//! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::bits::BitSet;
+use crate::budget::Budget;
 use crate::device::{Call, Device, DeviceError, PageId};
 use crate::pages::{Pages, Refused};
 use crate::placer::{Place, Placer, Plan, Source, Space, Units};
@@ -22,7 +25,7 @@ use crate::units::{ALIGNMENT, Address, Bytes};
 /// Why the arena has no memory for a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    OverBudget { budget: Bytes },
+    OverBudget { budget: Bytes, free: Bytes },
     OutOfMemory { free: Bytes },
     AddressSpace,
     Device { call: Call, source: DeviceError },
@@ -43,7 +46,6 @@ pub(crate) struct Arena {
     page_of: Vec<Option<PageId>>,
     /// Frames without a page, or with an unmapped virtual page.
     incomplete: BitSet,
-    budget: Option<Bytes>,
     /// Grows when a frame becomes incomplete.
     pub trims: u64,
     /// No page is given back, whatever is missing elsewhere.
@@ -55,7 +57,7 @@ impl Arena {
     pub fn new(
         device: Arc<dyn Device>,
         address_space: Bytes,
-        budget: Option<Bytes>,
+        budget: Budget,
     ) -> Result<Self, Refusal> {
         let granule = device.granule();
         let page_count = u32::try_from(address_space.0 / granule.0).unwrap_or(u32::MAX);
@@ -66,13 +68,13 @@ impl Arena {
             device,
             Bytes(u64::from(page_count) * granule.0),
             page_count / 2,
+            budget,
         )?;
         Ok(Self {
             placer: Placer::new(page_units, page_count),
             pages,
             page_of: Vec::new(),
             incomplete: BitSet::default(),
-            budget,
             trims: 0,
             is_pinned: false,
         })
@@ -185,11 +187,12 @@ impl Arena {
         while new.len() < count {
             match self.pages.take() {
                 Ok(id) => new.push(id),
-                // Idle memory of the other space goes first.
+                // Weights go first, then idle memory of the other space.
                 Err(Refused {
                     source: DeviceError::OutOfMemory { .. },
                     ..
-                }) if self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
+                }) if self.evict_weights((count - new.len()) as u64)
+                    || self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
                 Err(error) => {
                     for id in new {
                         drop(self.pages.give_back(id));
@@ -215,22 +218,28 @@ impl Arena {
     }
 
     fn check_budget(&mut self, count: u64, keep: &[u32]) -> Result<(), Refusal> {
-        let Some(budget) = self.budget else {
-            return Ok(());
-        };
         let over = |arena: &Self| {
             let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
-            (arena.held().0 + more).saturating_sub(budget.0)
+            more.saturating_sub(arena.pages.budget.free().0)
+                .div_ceil(arena.granule().0)
         };
-        let missing = over(self).div_ceil(self.granule().0);
-        if missing > 0 {
-            self.trim_idle(missing, keep);
+        // Pages may stay claimed although they were given up: what was evicted is no measure.
+        while over(self) > 0 && self.evict_weights(over(self)) {}
+        if over(self) > 0 {
+            self.trim_idle(over(self), keep);
         }
         if over(self) > 0 {
-            Err(Refusal::OverBudget { budget })
+            let (budget, free) = (self.pages.budget.limit(), self.pages.budget.free());
+            Err(Refusal::OverBudget { budget, free })
         } else {
             Ok(())
         }
+    }
+
+    /// Has up to `count` pages of weights evicted; whether any was.
+    fn evict_weights(&mut self, count: u64) -> bool {
+        let wanted = Bytes(count * self.granule().0);
+        self.pages.budget.relieve(wanted) > Bytes::ZERO
     }
 
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
@@ -287,6 +296,8 @@ impl Arena {
             return Ok(());
         }
         self.pages.synchronise()?;
+        // A stray may be the last mapping of one of these frames.
+        self.pages.tidy();
         for &frame in frames {
             self.incomplete.insert(frame);
             self.trims += 1;
@@ -350,6 +361,7 @@ impl Arena {
         for frame in frames {
             self.incomplete.remove(frame);
         }
+        self.pages.budget.note_return();
         Ok(first)
     }
 
@@ -361,7 +373,9 @@ impl Arena {
             .idle_frames()
             .filter(|&f| self.page_of[f as usize].is_some())
             .collect();
-        self.trim_frames(&idle)?;
+        let trimmed = self.trim_frames(&idle);
+        self.pages.budget.note_return();
+        trimmed?;
         Ok(Bytes(before - self.held().0))
     }
 
@@ -414,5 +428,6 @@ impl Drop for Arena {
     fn drop(&mut self) {
         let pages = std::mem::take(&mut self.page_of);
         self.pages.close(pages.into_iter().flatten());
+        self.pages.budget.note_return();
     }
 }

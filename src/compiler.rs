@@ -4,21 +4,24 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, and below.
+//! May import: `engine`, `current`, `watch`, and below.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crate::arena::Arena;
+use crate::budget::Budget;
 use crate::current::{self, Bookkeeping};
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::graph::live::PAGE_UNITS_LIMIT;
 use crate::options::{Options, SMALLEST_THRESHOLD};
+use crate::pager::Pager;
 use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
+use crate::watch;
 
 /// Records steps and replays them; see the [crate documentation](crate).
 ///
@@ -44,6 +47,27 @@ impl Compiler {
     /// [`Error::Option`] for an option that cannot work, [`Error::Device`] when the device refuses
     /// the addresses.
     pub fn new(device: Arc<dyn Device>, options: Options) -> Result<Self, Error> {
+        let budget = Budget::new(options.budget);
+        Self::sharing(device, options, budget)
+    }
+
+    /// A compiler on the device of `pager` and within its budget: steps and weights share it. A step
+    /// that needs pages has weights evicted, lowest priority first; what [`trim`](Self::trim) and the
+    /// end of the compiler give back, weights may have again.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); `Options::budget` is `None` here, the pager's is the one that counts.
+    pub fn with_pager(pager: &Pager, options: Options) -> Result<Self, Error> {
+        if options.budget.is_some() {
+            return Err(Error::Option {
+                option: "budget",
+                reason: "the pager's budget is the one that counts".to_owned(),
+            });
+        }
+        Self::sharing(Arc::clone(pager.device()), options, pager.budget().clone())
+    }
+
+    fn sharing(device: Arc<dyn Device>, options: Options, budget: Budget) -> Result<Self, Error> {
         let _bookkeeping = Bookkeeping::begin();
         let granule = device.granule();
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
@@ -77,13 +101,17 @@ impl Compiler {
         } else {
             Bytes(u64::MAX)
         };
-        let arena = Arena::new(Arc::clone(&device), options.address_space, options.budget)
-            .map_err(|refusal| match refusal {
-                crate::arena::Refusal::Device { call, source } => Error::Device { call, source },
-                _ => Error::AddressSpace {
-                    asked: options.address_space,
-                    reserved: Bytes::ZERO,
-                },
+        let arena =
+            Arena::new(Arc::clone(&device), options.address_space, budget).map_err(|refusal| {
+                match refusal {
+                    crate::arena::Refusal::Device { call, source } => {
+                        Error::Device { call, source }
+                    }
+                    _ => Error::AddressSpace {
+                        asked: options.address_space,
+                        reserved: Bytes::ZERO,
+                    },
+                }
             })?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);
@@ -153,6 +181,17 @@ impl Compiler {
         let result = f()?;
         step.finish()?;
         Ok(result)
+    }
+
+    /// Serves allocations of `stream` from the next step on; the first is stream 0. What steps did on the
+    /// last stream comes before what they do on this one.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device refuses the fence; [`Error::StepActive`] while a step is leaked
+    /// on another thread.
+    pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().ok_or(Error::StepActive)?.use_stream(stream)
     }
 
     /// All numbers, between steps. All zero while a step is leaked on another thread.
@@ -375,6 +414,8 @@ pub struct Scope {
     /// The step's serial, 0 for none, and the number of the scope's run.
     step: u64,
     run: u64,
+    /// Number by which watches know it, 0 for none.
+    watched: u64,
     thread: PhantomData<*const ()>,
 }
 
@@ -404,12 +445,16 @@ fn open_scope(name: &str, strict: bool) -> Scope {
     Scope {
         step,
         run,
+        watched: watch::opened(name),
         thread: PhantomData,
     }
 }
 
 impl Drop for Scope {
     fn drop(&mut self) {
+        if self.watched != 0 {
+            watch::closed(self.watched);
+        }
         if self.step != 0 {
             // When its step is over it was closed, and counted as left open, at the end.
             current::with_step(self.step, |engine| engine.leave(self.run));

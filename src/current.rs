@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::device::{Call, Fence, StreamId};
-use crate::engine::{Allocation, Engine, Freed, OnError, Shared};
+use crate::engine::{Allocation, By, Engine, OnError, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
 
@@ -62,8 +62,13 @@ impl Drop for Bookkeeping {
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
     change_registry(|registry| registry.push(Arc::clone(shared)));
-    LOWEST.fetch_min(shared.base.0, Ordering::Release);
-    HIGHEST.fetch_max(shared.base.0 + shared.size.0, Ordering::Release);
+    widen(shared.base, shared.size);
+}
+
+/// Lets [`may_own`] say yes to these addresses too.
+pub(crate) fn widen(base: Address, size: Bytes) {
+    LOWEST.fetch_min(base.0, Ordering::Release);
+    HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
 }
 
 /// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
@@ -153,6 +158,52 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     })
 }
 
+/// Serves an allocation of GPU memory from the innermost step of this thread that serves `stream` (none
+/// for the synchronous call) of the device that `context` names, where it must be told; `Ok(None)` where
+/// there is none. An error is for the step of that serial, if nobody else has memory.
+#[cfg(feature = "cuda")]
+#[inline]
+pub(crate) fn alloc_gpu(
+    stream: Option<StreamId>,
+    size: Bytes,
+    context: impl Fn() -> Option<u64>,
+) -> Result<Option<Address>, (u64, Error)> {
+    if BUSY.get() > 0 {
+        return Ok(None);
+    }
+    let serves = |engine: &Engine| {
+        engine.gpu.is_some_and(|gpu| {
+            stream.map_or(!gpu.has_pools, |stream| stream == engine.stream)
+                && context().is_none_or(|context| context == gpu.context)
+        })
+    };
+    ACTIVE.with(|active| {
+        let Ok(mut active) = active.try_borrow_mut() else {
+            return Ok(None);
+        };
+        let Some(engine) = active.iter_mut().rev().find(|engine| serves(engine)) else {
+            if let Some(engine) = active.iter_mut().rev().find(|engine| engine.gpu.is_some()) {
+                engine.count_passed_through();
+            }
+            return Ok(None);
+        };
+        match engine.alloc(size, OnError::Refuse) {
+            Ok(Allocation::Here(address)) => Ok(Some(address)),
+            Ok(Allocation::Elsewhere) => Ok(None),
+            Err(error) => Err((engine.serial, error)),
+        }
+    })
+}
+
+/// Lets an active step of this thread return an error at its end.
+#[cfg(feature = "cuda")]
+pub(crate) fn fail_step(serial: u64, error: Error) {
+    with_step(serial, |engine| {
+        engine.count_passed_through();
+        engine.postpone(error);
+    });
+}
+
 /// Whether a compiler owns the address.
 pub(crate) fn owns(address: Address) -> bool {
     may_own(address) && owner(address).is_some()
@@ -175,14 +226,14 @@ impl Probe {
 
 /// Frees a buffer that an active step of this thread owns; `None` where none owns the address.
 #[inline]
-pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
+pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
     ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active
             .iter_mut()
             .rev()
             .find(|engine| engine.shared.contains(address))?;
-        Some(engine.free(address))
+        Some(engine.free(address, by))
     })
 }
 
@@ -195,9 +246,9 @@ pub(crate) fn free_here(address: Address) -> Option<Result<(), Error>> {
 ///
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
-/// and no buffer is live there.
+/// and no buffer is live there, or one that a value owns which the CPU hook served.
 pub fn free(address: Address) -> Result<(), Error> {
-    free_here(address).unwrap_or_else(|| free_elsewhere(address, None))
+    free_here(address, By::Program).unwrap_or_else(|| free_elsewhere(address, None, By::Program))
 }
 
 /// The same for memory that work on `stream` may still use: reuse waits for a fence behind it.
@@ -223,9 +274,28 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
                 return Some(Err(error));
             }
         }
-        Some(engine.free(address))
+        Some(engine.free(address, By::Program))
     });
-    here.unwrap_or_else(|| free_elsewhere(address, Some(stream)))
+    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), By::Program))
+}
+
+/// The same for a caller that names no stream: a GPU without stream-ordered allocation is waited for, as
+/// its driver would; elsewhere the caller has waited.
+#[cfg(feature = "cuda")]
+pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
+    let shared = owner(address).ok_or(Error::BadFree {
+        address,
+        reason: BadFree::Unknown,
+    })?;
+    if shared.device.gpu().is_some_and(|gpu| !gpu.has_pools) {
+        let waited = shared.device.synchronise();
+        waited.map_err(|source| Error::Device {
+            call: Call::Synchronise,
+            source,
+        })?;
+    }
+    drop(shared);
+    free(address)
 }
 
 fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
@@ -237,14 +307,22 @@ fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {
 
 /// Queues a free for the engine that owns the address, or applies it where the compiler is gone.
 #[cold]
-pub(crate) fn free_elsewhere(address: Address, stream: Option<StreamId>) -> Result<(), Error> {
+pub(crate) fn free_elsewhere(
+    address: Address,
+    stream: Option<StreamId>,
+    by: By,
+) -> Result<(), Error> {
     let _bookkeeping = Bookkeeping::begin();
     let shared = owner(address).ok_or(Error::BadFree {
         address,
         reason: BadFree::Unknown,
     })?;
-    let fence = stream.map(|stream| order(&shared, stream)).transpose()?;
-    shared.handover.push(Freed { address, fence });
+    shared
+        .push_free(address, stream, by)
+        .map_err(|source| Error::Device {
+            call: Call::Fence,
+            source,
+        })?;
     // In this order: either the compiler's drop sees the free, or we see that it was dropped.
     reap(&shared);
     Ok(())

@@ -84,6 +84,13 @@ pub enum Error {
          memory_compiler::hook::host::ScopedAllocator::new();"
     )]
     HookMissing,
+    /// The hook that a compiler of GPU memory needs is not in this binary, or without effect.
+    #[error(
+        "GPU allocations of this program do not reach the memory compiler; add to its main.rs (for a \
+         test, bench or example: to that file):\n\
+         memory_compiler::interpose_cuda!();"
+    )]
+    CudaHookMissing,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,
@@ -130,6 +137,9 @@ pub enum BadFree {
     /// The address belongs to no compiler of this process.
     #[error("not an address of any compiler")]
     Unknown,
+    /// The buffer is a block of the global allocator, and a value may still own it.
+    #[error("the CPU hook served it: drop the value that owns it instead")]
+    Hooked,
     /// The address lies in a compiler's range, but no live buffer starts there: a double free, an
     /// interior pointer, or an address that was never handed out.
     #[error("no live buffer starts there (freed twice, or inside a buffer)")]

@@ -3,6 +3,7 @@
 pub mod device;
 pub mod hook;
 pub mod lifespans;
+pub mod pager;
 pub mod planner;
 pub mod trace;
 pub mod units;
@@ -10,6 +11,7 @@ pub mod validate;
 
 mod arena;
 mod bits;
+mod budget;
 mod compiler;
 mod current;
 mod engine;
@@ -21,6 +23,7 @@ mod pages;
 mod placer;
 mod scopes;
 mod stats;
+mod watch;
 
 pub use compiler::{
     Compiler, Pause, PinnedLayout, Scope, Snapshot, Step, pause, scope, strict_scope,
@@ -31,3 +34,4 @@ pub use error::{BadFree, Error, Expected};
 pub use options::Options;
 pub use stats::{BranchStats, Compiled, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};
+pub use watch::{ScopeWatch, watch_scopes};

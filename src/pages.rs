@@ -5,12 +5,15 @@
 //! belong to nothing. They are taken away at the next chance, so a failure never leaks and never
 //! blocks an address.
 //!
-//! May import: `units`, `device`.
+//! Each page is claimed from the budget before it is created.
+//!
+//! May import: `units`, `device`, `budget`.
 
 use std::sync::Arc;
 
 use crate::bits::BitSet;
-use crate::device::{Call, Device, DeviceError, PageId};
+use crate::budget::Budget;
+use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
 use crate::units::{Address, Bytes};
 
 /// How often a call that is "not ready" is tried.
@@ -30,6 +33,8 @@ pub(crate) struct Pages {
     pub base: Address,
     pub reserved: Bytes,
     pub granule: Bytes,
+    /// Where each owned page is claimed.
+    pub budget: Budget,
     /// Virtual pages that have a mapping: those of the lower half of the range, and of the upper one.
     mapped: [BitSet; 2],
     /// First page of the upper half.
@@ -43,13 +48,19 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    pub fn reserve(device: Arc<dyn Device>, size: Bytes, split: u32) -> Result<Self, Refused> {
+    pub fn reserve(
+        device: Arc<dyn Device>,
+        size: Bytes,
+        split: u32,
+        budget: Budget,
+    ) -> Result<Self, Refused> {
         let granule = device.granule();
         let mut pages = Self {
             device,
             base: Address(0),
             reserved: size,
             granule,
+            budget,
             mapped: [BitSet::default(), BitSet::default()],
             split,
             spare: Vec::new(),
@@ -147,19 +158,46 @@ impl Pages {
         if let Some(page) = self.spare.pop() {
             return Ok(page);
         }
-        let page = match self.call(Call::Create, |device| device.create()) {
+        if !self.budget.claim(self.granule) {
+            // Another owner was quicker: to this one it is as if the device had no more.
+            let (free, total) = (self.budget.free(), self.budget.limit());
+            return Err(Refused {
+                call: Call::Create,
+                source: DeviceError::OutOfMemory {
+                    info: MemoryInfo { free, total },
+                },
+            });
+        }
+        self.create_claimed()
+    }
+
+    /// The same, past the budget.
+    pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
+        self.budget.claim_beyond(self.granule);
+        self.create_claimed()
+    }
+
+    fn create_claimed(&mut self) -> Result<PageId, Refused> {
+        let page = self.create();
+        match page {
+            Ok(_) => self.owned += 1,
+            Err(_) => self.budget.give(self.granule),
+        }
+        page
+    }
+
+    fn create(&mut self) -> Result<PageId, Refused> {
+        match self.call(Call::Create, |device| device.create()) {
             Err(Refused {
                 source: DeviceError::OutOfMemory { .. },
                 ..
             }) => {
                 // Work that still runs may hold memory that is free already in program order.
                 self.synchronise()?;
-                self.call(Call::Create, |device| device.create())?
+                self.call(Call::Create, |device| device.create())
             }
-            result => result?,
-        };
-        self.owned += 1;
-        Ok(page)
+            result => result,
+        }
     }
 
     /// Gives an unmapped page back to the device. A refused page stays spare.
@@ -167,6 +205,7 @@ impl Pages {
         match self.call(Call::Release, |device| device.release(page)) {
             Ok(()) => {
                 self.owned -= 1;
+                self.budget.give(self.granule);
                 Ok(())
             }
             Err(error) => {
@@ -245,7 +284,7 @@ impl Pages {
     }
 
     /// Takes strays away, as far as the device lets us.
-    fn tidy(&mut self) {
+    pub fn tidy(&mut self) {
         if self.strays.is_empty() {
             return;
         }
@@ -255,6 +294,15 @@ impl Pages {
             } else if let Some(page) = page {
                 drop(self.give_back(page));
             }
+        }
+    }
+
+    /// Takes strays away and gives spare pages back, as far as the device lets us.
+    pub fn shed(&mut self) {
+        self.tidy();
+        for page in std::mem::take(&mut self.spare) {
+            // A refused page is spare again.
+            drop(self.give_back(page));
         }
     }
 

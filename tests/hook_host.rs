@@ -487,3 +487,34 @@ fn a_buffer_that_is_freed_from_within_the_compilers_own_work_finds_its_owner() {
     });
     assert!(device.is_empty(), "the buffer went back where it came from");
 }
+
+#[test]
+fn safe_code_cannot_free_a_block_that_a_value_owns() {
+    let (_device, mut compiler) = compiler();
+    for _ in 0..3 {
+        compiler
+            .step(|| {
+                let owned = filled(64 * KIB, 1);
+                let freed = memory_compiler::free(Address(owned.as_ptr() as u64));
+                assert!(matches!(
+                    freed,
+                    Err(Error::BadFree {
+                        reason: memory_compiler::BadFree::Hooked,
+                        ..
+                    })
+                ));
+                let other = filled(64 * KIB, 2);
+                assert!(owned.iter().all(|&byte| byte == 1) && other[0] == 2);
+                Ok::<_, Error>(())
+            })
+            .unwrap();
+    }
+    let kept = compiler
+        .step(|| Ok::<_, Error>(filled(64 * KIB, 3)))
+        .unwrap();
+    // From outside a step the owner hears of it, and refuses, at its next event.
+    memory_compiler::free(Address(kept.as_ptr() as u64)).unwrap();
+    let stats = compiler.stats();
+    assert_eq!((stats.live, stats.bad_frees), (Bytes::kib(64), 4));
+    assert!(kept.iter().all(|&byte| byte == 3));
+}

@@ -86,7 +86,10 @@ impl Denoiser for Dit {
         }
         let patched = {
             let _scope = memory_compiler::scope("head");
-            let parts = modulation(&self.head_modulation, &condition, 2)?;
+            let parts = {
+                let _scope = memory_compiler::scope("head_modulation");
+                modulation(&self.head_modulation, &condition, 2)?
+            };
             unpatchify(&modulate(&x, &parts[0], &parts[1])?.apply(&self.head)?)?
         };
         let _scope = memory_compiler::scope("smooth");

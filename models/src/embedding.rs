@@ -30,6 +30,7 @@ impl Conditioning {
 
     /// `(batch, width)`, already through SiLU: every block starts with a linear layer on it.
     pub fn forward(&self, timestep: &Tensor, class: &Tensor) -> Result<Tensor> {
+        let _scope = memory_compiler::scope("condition");
         let time = sinusoids(timestep, WAVES)?
             .apply(&self.time_in)?
             .silu()?

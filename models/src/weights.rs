@@ -6,6 +6,8 @@
 use crate::{Denoiser, Error, ModelKind, Result, error::first_line};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+use memory_compiler::Bytes;
+use memory_compiler_candle::Paged;
 use std::{collections::HashMap, path::Path};
 
 /// Where weights come from.
@@ -42,6 +44,36 @@ pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
     let vb = VarBuilder::from_tensors(read(kind, source)?, DType::F32, &Device::Cpu);
     kind.build(vb)
         .map_err(|error| unfit(kind, source, first_line(&error)))
+}
+
+/// The page of paged weights: theirs are small.
+const GRANULE: Bytes = Bytes::kib(16);
+
+/// Builds a model over weights of which at most `budget` bytes stay in memory. Each of its layers runs
+/// in a scope that names its weights. A file stays mapped and may not change while the model lives.
+pub fn load_paged(
+    kind: ModelKind,
+    source: Source<'_>,
+    budget: Bytes,
+) -> Result<(Box<dyn Denoiser>, Paged)> {
+    let paged = match source {
+        // SAFETY: both models read a weight only in the scope of its prefix, on the thread that opened
+        // it and on rayon's for it; a model is handed out with its `Paged`, and nothing writes to it.
+        Source::Embedded => unsafe {
+            Paged::over_bytes(embedded(kind), DType::F32, budget, GRANULE)
+        },
+        // They may go before the weights do.
+        Source::Bytes(_) => {
+            let why = "weights are paged from a file or from the program".to_string();
+            return Err(unfit(kind, source, why));
+        }
+        // SAFETY: as above, and the caller leaves the file alone.
+        Source::File(path) => unsafe { Paged::open(&[path], DType::F32, budget, GRANULE) },
+    };
+    let paged = paged.map_err(|error| unfit(kind, source, first_line(&error)))?;
+    let model = kind.build(paged.var_builder());
+    let model = model.map_err(|error| unfit(kind, source, first_line(&error)))?;
+    Ok((model, paged))
 }
 
 /// Reads the tensors of a safetensors file, all of them finite.

@@ -187,6 +187,35 @@ fn compare_says_that_the_images_are_the_same_and_prints_the_table() {
 }
 
 #[test]
+fn a_weight_budget_changes_no_pixel_and_prints_what_was_copied() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let output = [
+        "--steps",
+        "3",
+        "--class",
+        "7",
+        "--samples",
+        "1",
+        "--compare",
+    ];
+    let budget = ["--weight-budget", "1MiB", "--out", text(&out)];
+    let output = diffuse(&[&output[..], &budget].concat());
+    assert!(output.status.success(), "{output:?}");
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    for words in ["images are bit-identical", "copied a step", "1.00 MiB"] {
+        assert!(stdout.contains(words), "{words} is missing: {stdout}");
+    }
+    let damaged = folder.path().join("w.safetensors");
+    std::fs::write(&damaged, b"no weights").expect("a file is written");
+    assert_refused(
+        &["--weight-budget", "1MiB", "--weights", text(&damaged)],
+        "w.safetensors",
+    );
+    assert_refused(&["--weight-budget", "1KiB"], "less than one page");
+}
+
+#[test]
 fn help_and_version_are_no_errors() {
     for argument in ["--help", "--version"] {
         let output = diffuse(&[argument]);

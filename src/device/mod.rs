@@ -9,7 +9,7 @@
 //! [`Device`] is the driver's virtual-memory interface and nothing more; it knows nothing of steps
 //! or plans. Methods take `&self`, so that a test and a compiler can share one device through an
 //! `Arc`. [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to
-//! limit or to fail its calls. `tests/device_contract.rs` holds every implementation to this page.
+//! limit or to fail its calls. `Cuda` (feature `cuda`) is an NVIDIA GPU's. `tests/device_contract.rs` holds every implementation to this page.
 //!
 //! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
 //! trait and the adaptors remain.
@@ -17,9 +17,13 @@
 //! May import: `units`.
 
 pub mod adaptor;
+#[cfg(feature = "cuda")]
+mod cuda;
 #[cfg(target_os = "linux")]
 mod host;
 
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
 #[cfg(target_os = "linux")]
 pub use host::Host;
 
@@ -32,13 +36,23 @@ use crate::units::{Address, Bytes};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageId(pub u64);
 
-/// A stream of work on a device. `Host` has simulated ones: any number names a stream.
+/// A stream of work on a device. `Host` has simulated ones: any number names a stream. On a GPU it is
+/// the driver's handle as a number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct StreamId(pub u64);
 
 /// A point on a stream after which everything enqueued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fence(pub u64);
+
+/// What a hook must know of a GPU to tell whose allocation it sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuIdentity {
+    /// The driver's handle of its primary context.
+    pub context: u64,
+    /// Whether frameworks allocate on streams there; else they use the synchronous calls.
+    pub has_pools: bool,
+}
 
 /// Physical memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,6 +151,11 @@ pub trait Device: Debug + Send + Sync {
     /// Whether the CPU can read and write its memory through the same addresses: only then may the
     /// CPU hook hand them out.
     fn is_host_memory(&self) -> bool;
+
+    /// Which GPU's memory it is, so that the GPU hook may hand it out; `None` for other memory.
+    fn gpu(&self) -> Option<GpuIdentity> {
+        None
+    }
 
     /// Reserves `size` bytes of addresses, aligned to the granule, without memory.
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError>;

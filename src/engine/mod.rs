@@ -31,11 +31,13 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-pub(crate) use shared::{Freed, Shared};
+use shared::{Home, this_thread};
+
+pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Fence, StreamId};
+use crate::device::{Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::LiveTable;
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -64,6 +66,18 @@ pub(crate) enum OnError {
     Fail,
     /// Serve it or pass it on; the step returns the error at its end.
     Postpone,
+    /// Serve a strict break, and let the step return it; return at the call that there is no memory.
+    #[cfg(feature = "cuda")]
+    Refuse,
+}
+
+/// Who frees a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// The program, by an address that it may have from anywhere: not what a value still owns.
+    Program,
+    /// The CPU hook: the value that owned the block is gone.
+    Hook,
 }
 
 /// Numbers of the step that is active, or of the last one.
@@ -99,6 +113,8 @@ pub(crate) struct Engine {
     pub shared: Arc<Shared>,
     /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
     pub host_threshold: Bytes,
+    /// Whose memory it is, for the GPU hook.
+    pub gpu: Option<GpuIdentity>,
     tapes: Tapes,
     /// Hash of the state.
     hash: u128,
@@ -138,6 +154,8 @@ pub(crate) struct Engine {
     paused: u32,
     paused_cursor: usize,
     pub stream: StreamId,
+    /// The thread of the last step; 0 before the first.
+    home_thread: u64,
     /// Number of the step, unique in the process; guards compare it.
     pub serial: u64,
     active: Option<Active>,
@@ -183,6 +201,7 @@ impl Engine {
         let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
         let split = arena.placer.page_ranges()[1].0;
         Self {
+            gpu: shared.device.gpu(),
             shared,
             host_threshold,
             tapes: Tapes::default(),
@@ -213,6 +232,7 @@ impl Engine {
             paused: 0,
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
+            home_thread: 0,
             serial: 0,
             active: None,
             last_aborted: false,
@@ -246,6 +266,9 @@ impl Engine {
             self.tapes.cursor += 1;
             self.hash ^= entry.mix;
             self.table.set(entry.slot, Some(entry.placement));
+            if on_error == OnError::Postpone {
+                self.table.mark_hooked(entry.slot);
+            }
             self.scopes.count((entry.counter, entry.nth), entry.len);
             self.own_count += 1;
             self.live += wide;
@@ -259,15 +282,15 @@ impl Engine {
 
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
-    pub fn free(&mut self, address: Address) -> Result<(), Error> {
+    pub fn free(&mut self, address: Address, by: By) -> Result<(), Error> {
         if self.shared.handover.has_waiting() {
             self.drain();
         }
-        self.apply_free(address)
+        self.apply_free(address, by)
     }
 
     #[inline]
-    fn apply_free(&mut self, address: Address) -> Result<(), Error> {
+    fn apply_free(&mut self, address: Address, by: By) -> Result<(), Error> {
         let offset = address.0.wrapping_sub(self.shared.base.0);
         let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
             self.table
@@ -283,6 +306,13 @@ impl Engine {
                 reason: BadFree::NotLive,
             });
         };
+        if by == By::Program && self.table.is_hooked(slot) {
+            self.totals.bad_frees += 1;
+            return Err(Error::BadFree {
+                address,
+                reason: BadFree::Hooked,
+            });
+        }
         self.table.set(slot, None);
         self.step.events += 1;
         let placement = &self.graph.placements[number as usize];
@@ -329,17 +359,43 @@ impl Engine {
                 continue;
             }
             // Counted where it is bad; nobody waits for the answer.
-            drop(self.apply_free(freed.address));
+            drop(self.apply_free(freed.address, freed.by));
         }
+    }
+
+    /// Whether the steps' stream may be another than the one that its handle names on this thread.
+    pub(super) fn is_abroad(&self) -> bool {
+        self.gpu.is_some() && self.home_thread != this_thread()
+    }
+
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
+    fn move_home(&mut self) {
+        if self.home_thread == this_thread() {
+            return;
+        }
+        if self.home_thread != 0
+            && self.is_abroad()
+            && let Err(error) = self.arena.device().synchronise()
+        {
+            tracing::warn!(%error, "waiting for the device failed");
+        }
+        self.home_thread = this_thread();
+        self.shared.set_home(Home {
+            thread: self.home_thread,
+            stream: self.stream,
+        });
     }
 
     /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
     fn is_behind(&self, fence: Fence) -> bool {
         let device = self.arena.device();
-        let Err(error) = device.wait(self.stream, fence) else {
-            return true;
-        };
-        tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+        match device.wait(self.stream, fence) {
+            Ok(()) if !self.is_abroad() => return true,
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%error, "waiting for a fence failed; waiting for the device");
+            }
+        }
         device.synchronise().is_ok()
     }
 
@@ -350,7 +406,7 @@ impl Engine {
             if let Some(fence) = freed.fence {
                 drop(self.arena.device().wait(self.stream, fence));
             }
-            drop(self.apply_free(freed.address));
+            drop(self.apply_free(freed.address, freed.by));
         }
     }
 
@@ -395,11 +451,11 @@ impl Engine {
         let asked = Bytes(u64::from(len) * ALIGNMENT.0);
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
-            Refusal::OverBudget { budget } => Error::OverBudget {
+            Refusal::OverBudget { budget, free } => Error::OverBudget {
                 asked,
                 held,
                 live,
-                free: budget.saturating_sub(held),
+                free,
                 budget,
             },
             Refusal::OutOfMemory { free } => Error::OutOfMemory {

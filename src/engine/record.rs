@@ -33,6 +33,12 @@ impl Engine {
                 reserved: self.arena.reserved(),
             }),
         };
+        if on_error == OnError::Postpone
+            && let Ok(Allocation::Here(address)) = result
+            && let Some(slot) = self.table.find(self.shared.unit(address))
+        {
+            self.table.mark_hooked(slot);
+        }
         match result {
             Err(error) if on_error == OnError::Postpone => {
                 self.postpone(error);
@@ -43,7 +49,8 @@ impl Engine {
         }
     }
 
-    fn postpone(&mut self, error: Error) {
+    /// Lets the step return an error at its end, unless it has one already.
+    pub fn postpone(&mut self, error: Error) {
         if let Some(active) = &mut self.active {
             active.error.get_or_insert(error);
         }

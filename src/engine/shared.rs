@@ -1,13 +1,18 @@
 //! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
 //!
+//! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
+//! where the next use of the memory is enqueued behind the last. A free without a fence is queued under
+//! the lock of the home: it is in the queue before the engine can move.
+//!
 //! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use super::Engine;
 use super::handover::Handover;
-use crate::device::{Device, Fence};
+use super::{By, Engine};
+use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// A free that was made where the engine is not.
@@ -16,6 +21,25 @@ pub(crate) struct Freed {
     pub address: Address,
     /// Reuse waits for it.
     pub fence: Option<Fence>,
+    pub by: By,
+}
+
+/// Number of the calling thread; never reused.
+pub(crate) fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local! { static NUMBER: Cell<u64> = const { Cell::new(0) } }
+    if NUMBER.get() == 0 {
+        NUMBER.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    }
+    NUMBER.get()
+}
+
+/// Where an engine's steps run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Home {
+    /// 0 before the first step.
+    pub thread: u64,
+    pub stream: StreamId,
 }
 
 /// See the module's page.
@@ -24,6 +48,7 @@ pub(crate) struct Shared {
     pub base: Address,
     pub size: Bytes,
     pub device: Arc<dyn Device>,
+    home: Mutex<Home>,
     /// Guards that hold the layout.
     pins: AtomicUsize,
     /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
@@ -37,6 +62,7 @@ impl Shared {
             size,
             device,
             pins: AtomicUsize::new(0),
+            home: Mutex::default(),
             handover: Handover::new(),
         }
     }
@@ -45,6 +71,11 @@ impl Shared {
     #[inline]
     pub fn address(&self, start: u32) -> Address {
         Address(self.base.0 + u64::from(start) * ALIGNMENT.0)
+    }
+
+    /// The unit of the range at an address in it.
+    pub fn unit(&self, address: Address) -> u32 {
+        ((address.0 - self.base.0) / ALIGNMENT.0) as u32
     }
 
     #[inline]
@@ -63,5 +94,31 @@ impl Shared {
     /// Whether the layout must stay as it is.
     pub fn is_pinned(&self) -> bool {
         self.pins.load(Ordering::Relaxed) > 0
+    }
+
+    /// Queues a free; work on `stream`, where one is named, may still use the memory.
+    pub fn push_free(
+        &self,
+        address: Address,
+        stream: Option<StreamId>,
+        by: By,
+    ) -> Result<(), DeviceError> {
+        let home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        let thread = this_thread();
+        let abroad = stream.filter(|&stream| *home != Home { thread, stream });
+        let Some(stream) = abroad else {
+            let fence = None;
+            self.handover.push(Freed { address, fence, by });
+            return Ok(());
+        };
+        drop(home);
+        let fence = Some(self.device.fence(stream)?);
+        self.handover.push(Freed { address, fence, by });
+        Ok(())
+    }
+
+    /// Says where the steps run from now on.
+    pub fn set_home(&self, home: Home) {
+        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = home;
     }
 }

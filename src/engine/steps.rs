@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use super::shared::Home;
 use super::{Active, Counts, Engine};
 use crate::device::{Call, StreamId};
 use crate::error::Error;
@@ -24,6 +25,7 @@ impl Engine {
     /// Begins a step; none is active.
     pub fn begin(&mut self, name: &str) {
         debug_assert!(self.active.is_none());
+        self.move_home();
         self.drain();
         self.end_young();
         self.settle_survivors(true);
@@ -321,9 +323,16 @@ impl Engine {
         }
         let refused = |call| move |source| Error::Device { call, source };
         let device = self.arena.device();
-        let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
-        device.wait(stream, fence).map_err(refused(Call::Wait))?;
+        if !self.is_abroad() {
+            let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
+            device.wait(stream, fence).map_err(refused(Call::Wait))?;
+        } else if self.home_thread != 0 {
+            // The handles may mean other streams here than where the steps ran.
+            device.synchronise().map_err(refused(Call::Synchronise))?;
+        }
         self.stream = stream;
+        let thread = self.home_thread;
+        self.shared.set_home(Home { thread, stream });
         Ok(())
     }
 

@@ -129,7 +129,8 @@ pub(crate) fn ends(
                 }
                 let ended = by_end.entry(branch).or_insert_with(|| {
                     let ends = of.ends.iter().zip(&of.tape);
-                    let ends = ends.filter(|(_, entry)| entry.edge != SURVIVOR);
+                    // Also of entries that are served from the survivors' space only since: their
+                    // placements may be live here by way of another edge.
                     let mut ended: Vec<_> =
                         ends.map(|(&end, entry)| (end, entry.placement)).collect();
                     ended.sort_unstable();

@@ -13,6 +13,12 @@
 
 const NONE: u32 = u32::MAX;
 const DIRTY: u32 = 1 << 31;
+/// The buffer is a block of the global allocator: only that may free it.
+const HOOKED: u32 = 1 << 30;
+/// The rest: a placement + 1.
+const NUMBER: u32 = HOOKED - 1;
+/// Placements that an entry can name.
+pub(crate) const PLACEMENT_LIMIT: u32 = NUMBER;
 
 #[derive(Clone, Copy, Debug)]
 struct PageSlots {
@@ -41,7 +47,8 @@ pub(crate) struct LiveTable {
     split: u32,
     pages: [Vec<PageSlots>; 2],
     inner: Vec<InnerSlots>,
-    /// Number of the live placement + 1, 0 for none; the top bit says that the slot is in `dirty`.
+    /// Number of the live placement + 1, 0 for none; the top bit says that the slot is in `dirty`, the
+    /// next that the buffer is hooked.
     slots: Vec<u32>,
     /// What the placer knows of each slot: number + 1.
     known: Vec<u32>,
@@ -127,7 +134,7 @@ impl LiveTable {
     /// The placement that is live in a slot.
     #[inline]
     pub fn get(&self, slot: u32) -> Option<u32> {
-        (self.slots[slot as usize] & !DIRTY).checked_sub(1)
+        (self.slots[slot as usize] & NUMBER).checked_sub(1)
     }
 
     /// Makes a placement live in its slot, or none.
@@ -140,11 +147,23 @@ impl LiveTable {
         *entry = DIRTY | placement.map_or(0, |number| number + 1);
     }
 
+    /// Marks the live buffer of a slot as a block of the global allocator.
+    #[inline]
+    pub fn mark_hooked(&mut self, slot: u32) {
+        self.slots[slot as usize] |= HOOKED;
+    }
+
+    /// Whether the live buffer of a slot is a block of the global allocator.
+    #[inline]
+    pub fn is_hooked(&self, slot: u32) -> bool {
+        self.slots[slot as usize] & HOOKED != 0
+    }
+
     /// Tells the placer what changed: every end first, then every beginning.
     pub fn sync(&mut self, mut end: impl FnMut(u32), mut begin: impl FnMut(u32)) {
         for &slot in &self.dirty {
             let (now, known) = (
-                self.slots[slot as usize] & !DIRTY,
+                self.slots[slot as usize] & NUMBER,
                 self.known[slot as usize],
             );
             if now != known && known != 0 {
@@ -154,10 +173,11 @@ impl LiveTable {
         for slot in self.dirty.drain(..) {
             let now = &mut self.slots[slot as usize];
             *now &= !DIRTY;
-            if *now != self.known[slot as usize] && *now != 0 {
-                begin(*now - 1);
+            let number = *now & NUMBER;
+            if number != self.known[slot as usize] && number != 0 {
+                begin(number - 1);
             }
-            self.known[slot as usize] = *now;
+            self.known[slot as usize] = number;
         }
     }
 
@@ -172,8 +192,8 @@ impl LiveTable {
     pub fn renumber(&mut self, new: impl Fn(u32) -> u32) {
         debug_assert!(self.dirty.is_empty());
         for entry in self.slots.iter_mut().chain(&mut self.known) {
-            if let Some(number) = entry.checked_sub(1) {
-                *entry = new(number) + 1;
+            if let Some(number) = (*entry & NUMBER).checked_sub(1) {
+                *entry = *entry & HOOKED | (new(number) + 1);
             }
         }
     }
@@ -182,7 +202,7 @@ impl LiveTable {
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.slots
             .iter()
-            .filter_map(|&entry| (entry & !DIRTY).checked_sub(1))
+            .filter_map(|&entry| (entry & NUMBER).checked_sub(1))
     }
 }
 

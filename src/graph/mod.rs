@@ -27,8 +27,6 @@ use crate::mix::{self, MixBuild};
 use crate::placer::{Place, Units};
 
 const NONE: u32 = u32::MAX;
-/// Placements that the live table can number.
-const LIMIT: u32 = (1 << 31) - 1;
 
 /// One place that buffers were put at, at one time or many.
 #[derive(Clone, Copy, Debug)]
@@ -122,7 +120,10 @@ impl Graph {
 
     pub fn add_placement(&mut self, place: Place, slot: u32, kind: Kind) -> u32 {
         let number = u32::try_from(self.placements.len()).expect("placements are numbered by u32");
-        assert!(number < LIMIT, "the live table numbers 2^31 placements");
+        assert!(
+            number < live::PLACEMENT_LIMIT,
+            "the live table numbers 2^30 placements"
+        );
         // The largest number stands for "nowhere" in keys.
         self.identities = (self.identities + 1) % Units::MAX;
         self.placements.push(Placement {

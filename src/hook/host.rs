@@ -26,12 +26,14 @@
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!
-//! May import: `current`, `options`, `units`.
+//! May import: `current`, `engine` for who frees, `options`, `hook/weights`, `units`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
 
 use crate::current::{self, Probe};
+use crate::engine::By;
+use crate::hook::weights;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 pub use crate::options::SMALLEST_THRESHOLD;
@@ -83,6 +85,11 @@ fn without_unwinding<T>(f: impl FnOnce() -> T) -> T {
 /// Serves an allocation from the step of this thread, if it is one for it.
 #[inline]
 fn serve(layout: Layout) -> Option<*mut u8> {
+    if layout.size() as u64 >= SMALLEST_THRESHOLD.0
+        && let Some(weights) = weights::serve(layout)
+    {
+        return Some(ptr::with_exposed_provenance_mut(weights.0 as usize));
+    }
     if (layout.size() as u64) < SMALLEST_THRESHOLD.0 || layout.align() as u64 > ALIGNMENT.0 {
         return None;
     }
@@ -96,15 +103,21 @@ fn take_back(pointer: *mut u8) -> bool {
     let address = address(pointer);
     // A bad free of a compiler's address is counted there and must not reach the wrapped allocator.
     current::may_own(address)
-        && without_unwinding(|| match current::free_here(address) {
+        && without_unwinding(|| match current::free_here(address, By::Hook) {
             Some(_) => true,
-            None => current::free_elsewhere(address, None).is_ok(),
+            None => {
+                current::free_elsewhere(address, None, By::Hook).is_ok()
+                    || weights::take_back(address)
+            }
         })
 }
 
 // SAFETY: the contract of `GlobalAlloc`, with the reason for each clause:
 // - a served pointer is valid for `layout.size()` bytes until it is freed: the engine's placements are
 //   disjoint while they are live, mapped, and never unmapped while a buffer is live;
+// - the memory of weights may be away for a while, which whoever made the vector has promised to heed
+//   (`VecRange::vec`); nothing here touches it: `alloc_zeroed` and `realloc` are not what makes or
+//   resizes one;
 // - it is aligned to 512 B, and layouts that want more are not served;
 // - `dealloc` finds the owner by address, so each block goes back to whoever made it;
 // - nothing unwinds: the engine returns errors, and a panic of a device ends the process.
@@ -139,7 +152,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for ScopedAllocator<A> {
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        let ours = current::owns(address(pointer));
+        let ours = current::owns(address(pointer)) || weights::owns(address(pointer));
         if ours && layout.size().div_ceil(512) == new_size.div_ceil(512) && new_size > 0 {
             return pointer;
         }

@@ -1,5 +1,8 @@
 //! Layer 6: where a framework's allocations arrive.
 //!
-//! May import: `current`, `units`.
+//! May import: `current`, `pager`, `units`.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
+pub mod weights;

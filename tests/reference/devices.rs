@@ -1,4 +1,7 @@
 //! The devices that tests run on: `Host` under a `Counting`, and what may stand on top of that.
+//!
+//! `MEMORY_COMPILER_DEVICE=cuda` puts the first GPU in the place of `Host`, where a test asks for pages
+//! of the GPU's size (feature `cuda`).
 
 use std::sync::Arc;
 
@@ -7,15 +10,30 @@ use memory_compiler::device::{Device, Host};
 use memory_compiler::{Address, Bytes};
 
 /// Counts what is asked of it, refused and failed calls included.
-pub type CountingHost = Arc<Counting<Failing<Limiting<Host>>>>;
+pub type CountingHost = Arc<Counting<Failing<Limiting<Arc<dyn Device>>>>>;
 
 pub fn counting_host(granule: Bytes) -> CountingHost {
     limited_host(granule, Bytes(u64::MAX))
 }
 
 pub fn limited_host(granule: Bytes, limit: Bytes) -> CountingHost {
-    let host = Host::new(granule).expect("this machine has memory");
+    let host = gpu(granule)
+        .unwrap_or_else(|| Arc::new(Host::new(granule).expect("this machine has memory")));
     Arc::new(Counting::new(Failing::new(Limiting::new(host, limit))))
+}
+
+#[cfg(feature = "cuda")]
+fn gpu(granule: Bytes) -> Option<Arc<dyn Device>> {
+    if std::env::var("MEMORY_COMPILER_DEVICE").ok()? != "cuda" {
+        return None;
+    }
+    let gpu = memory_compiler::device::Cuda::new(0).expect("a GPU was asked for");
+    (gpu.granule() == granule).then(|| Arc::new(gpu) as Arc<dyn Device>)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpu(_: Bytes) -> Option<Arc<dyn Device>> {
+    None
 }
 
 /// The contents of a live buffer, enough of them to notice another owner: a small buffer in full; of a

@@ -13,8 +13,8 @@ use memory_compiler::{
 use super::devices::{CountingHost, Pattern, counting_host};
 use super::{Expect, Model};
 
-/// A stream that no step of these tests is bound to.
-pub const OTHER_STREAM: StreamId = StreamId(7);
+/// A stream that no step of these tests is bound to: on a GPU the handle of a default stream.
+pub const OTHER_STREAM: StreamId = StreamId(2);
 
 /// A compiler with its model.
 pub struct Pair {

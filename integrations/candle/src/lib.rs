@@ -22,15 +22,24 @@
 //! }
 //! ```
 //!
+//! On an NVIDIA GPU (feature `cuda`) the line is `memory_compiler::interpose_cuda!();` instead, and the
+//! step serves the stream of the device that the compiler was made for.
+//!
 //! No handle goes through the model: while a step runs, the buffers that Candle allocates on this
 //! thread are served from it. A tensor that a step returns outlives it; where the next steps put it is
 //! learnt from the first. Scopes ([`memory_compiler::scope`]) in the model name where memory goes.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod paged;
+
+pub use paged::{Paged, PagedStats};
 
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::Host;
-use memory_compiler::{Bytes, Compiler, Error, Snapshot, Stats, hook};
+use memory_compiler::{Bytes, Compiled, Compiler, Error, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,25 +89,10 @@ pub fn compiler(device: &Device) -> Result<Memory> {
 ///
 /// # Errors
 /// [`memory_compiler::Error`], wrapped: `HookMissing` when the program's global allocator is not a
-/// [`hook::host::ScopedAllocator`] (the message is the lines to add), `Option` for an option that cannot
+/// [`hook::host::ScopedAllocator`] and `CudaHookMissing` when GPU allocations do not reach the compiler (the
+/// messages are the lines to add), `Option` for an option that cannot
 /// work, `Device` when the system refuses. A device other than the CPU is refused in words.
 pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
-    if !device.is_cpu() {
-        candle_core::bail!(
-            "memory-compiler-candle serves Device::Cpu, not {:?}",
-            device.location()
-        );
-    }
-    if !hook::host::is_installed() {
-        return Err(wrap(Error::HookMissing));
-    }
-    warm_up(device)?;
-    let host = Host::new(options.granule).map_err(|source| {
-        wrap(Error::Option {
-            option: "granule",
-            reason: format!("{}: {source}", options.granule),
-        })
-    })?;
     let core = memory_compiler::Options {
         strict: options.strict,
         budget: options.budget,
@@ -106,9 +100,36 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
         address_space: options.address_space,
         ..memory_compiler::Options::default()
     };
-    Ok(Memory {
-        compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
-    })
+    match device {
+        Device::Cpu => {
+            if !hook::host::is_installed() {
+                return Err(wrap(Error::HookMissing));
+            }
+            warm_up(device)?;
+            let host = Host::new(options.granule).map_err(|source| {
+                wrap(Error::Option {
+                    option: "granule",
+                    reason: format!("{}: {source}", options.granule),
+                })
+            })?;
+            Ok(Memory {
+                compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
+            })
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => Ok(Memory {
+            compiler: cuda::compiler(device, core)?,
+        }),
+        _ => candle_core::bail!(
+            "this build of memory-compiler-candle serves Device::Cpu{}, not {:?}",
+            if cfg!(feature = "cuda") {
+                " and Device::Cuda"
+            } else {
+                "; its feature `cuda` adds Device::Cuda"
+            },
+            device.location()
+        ),
+    }
 }
 
 /// Makes Candle's matrix product allocate the workspace that it keeps on each thread (1 MiB, the
@@ -161,6 +182,15 @@ impl Memory {
     /// All numbers; [`Compiler::stats`].
     pub fn stats(&mut self) -> Stats {
         self.compiler.stats()
+    }
+
+    /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer
+    /// bytes; [`Compiler::compile`].
+    ///
+    /// # Errors
+    /// The device's refusal, wrapped; the recorded layout then stays.
+    pub fn compile(&mut self) -> Result<Compiled> {
+        self.compiler.compile().map_err(wrap)
     }
 
     /// Gives idle memory back to the device; [`Compiler::trim`].

@@ -7,14 +7,14 @@ use candle_core::{DType, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
-use memory_compiler_candle::Options;
+use memory_compiler_candle::{Options, Paged, PagedStats};
 use memory_compiler_models::{
     Denoiser, Error, ModelKind, Result,
     compiled::Compiled,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{Source, load},
+    weights::{Source, load, load_paged},
 };
 use std::{
     path::PathBuf,
@@ -87,6 +87,9 @@ struct Memory {
     /// Hold at most this much; the run fails when a step needs more.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     budget: Option<u64>,
+    /// Keep at most this much of the weights in memory; the others come in scope by scope.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    weight_budget: Option<u64>,
 }
 
 impl Memory {
@@ -148,20 +151,32 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
-    let model = load(arguments.model, source)?;
+    let (model, paged) = match arguments.memory.weight_budget {
+        Some(budget) => {
+            let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
+            (model, Some(paged))
+        }
+        None => (load(arguments.model, source)?, None),
+    };
+    let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
     let mut compiled = match arguments.memory.no_compile {
         true => None,
         false => Some(Compiled::new(&arguments.memory.options())?),
     };
-    let (images, time) = match &mut compiled {
+    let (images, time, calls) = match &mut compiled {
         Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
         None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
     };
-    let plain = match arguments.memory.compare {
-        true => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
-        false => None,
+    let ran = paged.as_ref().map(Paged::stats);
+    let plain = match (arguments.memory.compare, &paged) {
+        (true, None) => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
+        (true, Some(_)) => {
+            let model = load(arguments.model, source)?;
+            Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?)
+        }
+        (false, _) => None,
     };
     sheet::write(&images, columns, &arguments.out)?;
     println!(
@@ -173,29 +188,68 @@ fn draw(arguments: &Arguments) -> Result<()> {
     if let Some(compiled) = &mut compiled {
         println!("{}", compiled.stats());
     }
+    if let (Some(loaded), Some(ran)) = (loaded, ran) {
+        print_weights(&loaded, &ran, calls);
+    }
     match plain {
-        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
+        Some((plain, plain_time, _)) => compare(&images, time, &plain, plain_time),
         None => Ok(()),
     }
 }
 
-/// Draws the images with a progress bar.
+/// What the weights did between loading and the end of sampling.
+fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
+    let copied = ran.copied.0 - loaded.copied.0;
+    println!(
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
+        "weights", "budget", "resident", "evicted", "copied a step", "past budget"
+    );
+    println!(
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
+        ran.weights,
+        ran.pager.limit,
+        ran.pager.resident,
+        ran.weights.saturating_sub(ran.pager.resident),
+        Bytes(copied / calls.max(1)),
+        ran.pager.beyond_peak,
+    );
+}
+
+/// Counts the calls of the model.
+struct Counted<'s, S> {
+    stepper: &'s mut S,
+    calls: u64,
+}
+
+impl<S: Stepper> Stepper for Counted<'_, S> {
+    fn step<T>(
+        &mut self,
+        name: &str,
+        f: impl FnOnce() -> candle_core::Result<T>,
+    ) -> candle_core::Result<T> {
+        self.calls += 1;
+        self.stepper.step(name, f)
+    }
+}
+
+/// Draws the images with a progress bar; says how long it took and how many calls of the model.
 fn run(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
     title: &'static str,
-) -> Result<(Tensor, Duration)> {
+) -> Result<(Tensor, Duration, u64)> {
     let bar = ProgressBar::new(job.steps as u64).with_message(title);
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
     {
         bar.set_style(style);
     }
     let started = Instant::now();
-    let images = sample(model, job, stepper, || bar.inc(1));
+    let mut stepper = Counted { stepper, calls: 0 };
+    let images = sample(model, job, &mut stepper, || bar.inc(1));
     let time = started.elapsed();
     bar.finish_and_clear();
-    Ok((images?, time))
+    Ok((images?, time, stepper.calls))
 }
 
 /// Says whether both runs drew the same, bit for bit; an error when they did not.

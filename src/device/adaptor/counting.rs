@@ -5,7 +5,7 @@
 use std::sync::Mutex;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Counts the calls that reach a device, and what they leave reserved, created and mapped.
@@ -127,6 +127,10 @@ impl<D: Device> Device for Counting<D> {
 
     fn is_host_memory(&self) -> bool {
         self.upstream.is_host_memory()
+    }
+
+    fn gpu(&self) -> Option<GpuIdentity> {
+        self.upstream.gpu()
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {

@@ -5,7 +5,7 @@
 use std::sync::Mutex;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Fails a chosen call with a chosen error; the failed call never reaches upstream.
@@ -174,6 +174,10 @@ impl<D: Device> Device for Failing<D> {
 
     fn is_host_memory(&self) -> bool {
         self.upstream.is_host_memory()
+    }
+
+    fn gpu(&self) -> Option<GpuIdentity> {
+        self.upstream.gpu()
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {

@@ -5,7 +5,7 @@
 use std::sync::Mutex;
 
 use super::{forward, lock};
-use crate::device::{Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::device::{Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Lets at most so many bytes of physical pages be alive.
@@ -43,7 +43,7 @@ impl<D: Device> Limiting<D> {
 
 impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, reserve, unreserve, map, allow, unmap,
+        granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
         synchronise, fence, wait, write, read, fill);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.

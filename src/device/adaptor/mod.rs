@@ -29,7 +29,7 @@ pub use streams::{Streams, Work};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use super::{Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
@@ -41,6 +41,9 @@ macro_rules! forward {
     (@ granule $self:ident $upstream:expr) => { forward!(@@ granule() -> Bytes, $self $upstream); };
     (@ is_host_memory $self:ident $upstream:expr) => {
         forward!(@@ is_host_memory() -> bool, $self $upstream);
+    };
+    (@ gpu $self:ident $upstream:expr) => {
+        forward!(@@ gpu() -> Option<GpuIdentity>, $self $upstream);
     };
     (@ reserve $self:ident $upstream:expr) => {
         forward!(@@ reserve(size: Bytes) -> Result<Address, DeviceError>, $self $upstream);
@@ -94,7 +97,7 @@ use forward;
 
 impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
-        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap,
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
         synchronise, fence, wait, memory, write, read, fill);
 }
 

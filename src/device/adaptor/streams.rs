@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 
 use super::{forward, lock};
-use crate::device::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Simulated streams over a device: work is enqueued, and runs in an order that a seed decides.
@@ -221,7 +221,7 @@ fn split_mix(state: &mut u64) -> u64 {
 
 impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
 
     /// Runs everything that is enqueued.
     fn synchronise(&self) -> Result<(), DeviceError> {

@@ -1,0 +1,45 @@
+//! Weights drawn on the device: what the models compute with is no good image, but it is not zeros.
+
+use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+
+/// Draws each tensor when it is asked for, scaled so that values neither vanish nor overflow in half
+/// precision.
+struct Random;
+
+impl SimpleBackend for Random {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        _: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let (mean, deviation) = match shape.dims() {
+            // The scale and the offset of a norm, and the offset of a layer.
+            [_] if name.ends_with("weight") || name.ends_with("scale") => (1.0, 0.05),
+            [_] => (0.0, 0.02),
+            [_, inputs @ ..] => (0.0, 1.0 / (inputs.iter().product::<usize>() as f32).sqrt()),
+            [] => (0.0, 1.0),
+        };
+        // The generator makes pairs.
+        let count = shape.elem_count();
+        let drawn = Tensor::randn(mean, deviation, count.next_multiple_of(2), device)?;
+        drawn.narrow(0, 0, count)?.to_dtype(dtype)?.reshape(shape)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+        candle_core::bail!("{name} is asked for without a shape")
+    }
+
+    /// Everything but the second attention that only SD 3.5 has.
+    fn contains_tensor(&self, name: &str) -> bool {
+        !name.contains(".attn2.qkv.")
+    }
+}
+
+/// Random weights of `dtype` on `device`.
+pub fn weights(dtype: DType, device: &Device) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(Random), dtype, device.clone())
+}

@@ -1,0 +1,143 @@
+//! Layer 4: how many bytes of a device steps and weights may own together.
+//!
+//! ```text
+//!   arena of a step graph ──claim, give──┐
+//!   weight range          ──claim, give──┤  Budget: used <= limit, at every moment
+//!   weight range          ──claim, give──┘
+//!        arena short of memory ──relieve──> weights are evicted, lowest priority first
+//! ```
+//!
+//! A page is claimed before it is created and given after it was released, so what the device holds
+//! never exceeds what is claimed, whatever fails in between. Only
+//! [`WeightRange::pin_beyond`](crate::pager::WeightRange::pin_beyond) claims past the limit.
+//!
+//! Invariant: `relieve` is called by arenas only and locks the pager; the pager never calls an arena.
+//! So the two cannot wait for each other.
+//!
+//! May import: `units`.
+
+use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use crate::units::Bytes;
+
+/// Something that can give memory back when a step needs it.
+pub(crate) trait Relief: Debug + Send + Sync {
+    /// Gives at least `wanted` bytes back, or as much as it can; returns how many.
+    fn relieve(&self, wanted: Bytes) -> Bytes;
+}
+
+/// A limit of physical bytes that several owners share. Clones are the same budget.
+#[derive(Clone, Debug)]
+pub(crate) struct Budget(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    /// `u64::MAX` for none.
+    limit: u64,
+    used: AtomicU64,
+    /// Grows when an owner gave memory back that others were refused.
+    returns: AtomicU64,
+    relief: Mutex<Vec<Weak<dyn Relief>>>,
+}
+
+impl Budget {
+    pub fn new(limit: Option<Bytes>) -> Self {
+        Self(Arc::new(Inner {
+            limit: limit.map_or(u64::MAX, |limit| limit.0),
+            used: AtomicU64::new(0),
+            returns: AtomicU64::new(0),
+            relief: Mutex::default(),
+        }))
+    }
+
+    pub fn limit(&self) -> Bytes {
+        Bytes(self.0.limit)
+    }
+
+    /// Bytes that could be claimed now.
+    pub fn free(&self) -> Bytes {
+        self.limit().saturating_sub(self.used())
+    }
+
+    pub fn used(&self) -> Bytes {
+        Bytes(self.0.used.load(Ordering::Acquire))
+    }
+
+    /// Takes `bytes` of the budget, if so many are free.
+    pub fn claim(&self, bytes: Bytes) -> bool {
+        let limit = self.0.limit;
+        let claimed = self
+            .0
+            .used
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
+                used.checked_add(bytes.0).filter(|&sum| sum <= limit)
+            });
+        claimed.is_ok()
+    }
+
+    /// Takes `bytes` whether they are free or not: for memory that is given back as soon as the work that
+    /// needs it at once is done.
+    pub fn claim_beyond(&self, bytes: Bytes) {
+        self.0.used.fetch_add(bytes.0, Ordering::AcqRel);
+    }
+
+    /// Gives claimed bytes back.
+    pub fn give(&self, bytes: Bytes) {
+        let before = self.0.used.fetch_sub(bytes.0, Ordering::AcqRel);
+        debug_assert!(before >= bytes.0, "only claimed bytes are given");
+    }
+
+    /// Tells those who were refused that it is worth asking again.
+    pub fn note_return(&self) {
+        self.0.returns.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How often [`note_return`](Self::note_return) was called.
+    pub fn returns(&self) -> u64 {
+        self.0.returns.load(Ordering::Acquire)
+    }
+
+    /// Has `relief` asked when a step is short of memory.
+    pub fn add_relief(&self, relief: Weak<dyn Relief>) {
+        let mut all = self.0.relief.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(relief);
+    }
+
+    /// Has weights evicted until `wanted` bytes were given back; returns how many were.
+    pub fn relieve(&self, wanted: Bytes) -> Bytes {
+        let all = self
+            .0
+            .relief
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let mut given = Bytes::ZERO;
+        for relief in all.iter().filter_map(Weak::upgrade) {
+            if given < wanted {
+                given.0 += relief.relieve(wanted.saturating_sub(given)).0;
+            }
+        }
+        given
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_claim_past_the_limit_takes_nothing() {
+        let budget = Budget::new(Some(Bytes(10)));
+        assert!(budget.claim(Bytes(6)));
+        assert!(!budget.clone().claim(Bytes(5)));
+        assert_eq!(budget.free(), Bytes(4));
+        budget.give(Bytes(6));
+        assert!(budget.claim(Bytes(10)));
+        let unlimited = Budget::new(None);
+        assert!(unlimited.claim(Bytes(u64::MAX)));
+        assert!(!unlimited.claim(Bytes(1)));
+    }
+}

@@ -1,0 +1,405 @@
+//! The GPU hook: the driver's allocation calls, taken over at link time.
+//!
+//! ```text
+//!   cuMemAllocAsync ──a step on this thread, for this stream and device──> its compiler
+//!   cuMemAlloc_v2     └────────anything else────────> the driver (libcuda.so.1)
+//!   cuMemFreeAsync  ──the address lies in a compiler's range──> that compiler, from any thread
+//!   cuMemFree_v2      └────────anything else────────> the driver
+//! ```
+//!
+//! It works for every framework whose calls of the driver are plain external symbols: cudarc with
+//! `dynamic-linking`, which Candle uses. Like a global allocator it is one line in the program:
+//!
+//! ```
+//! memory_compiler::interpose_cuda!();
+//! # fn main() {}
+//! ```
+//!
+//! [`check`] proves that the line is there and has its effect.
+//!
+//! Rules:
+//! - whose allocation it is: the thread has a step, the step serves that stream, and, where the handle
+//!   alone cannot tell the device (0, 1 and 2 name a stream of the *current* context) and the driver
+//!   shows more than one, the current context is the step's;
+//! - the synchronous calls are served only for a GPU without stream-ordered allocation;
+//! - a free is resolved by its address, whoever makes it. Another thread or stream than the step's may
+//!   still use the memory: a fence is recorded there and waited for before reuse;
+//! - a strict break is served, and the step returns the error at its end. A call fails only when there
+//!   is no memory: over the budget at once, else when the driver has none either;
+//! - zero bytes, and null pointers, get the driver's answer.
+//!
+//! The calls for streams that are per-thread by default (`…_ptsz`) are not taken over: cudarc makes
+//! none. On Windows the driver is a DLL whose calls go through an import library, so that a program's
+//! own definition wins there too, but passing on is written for `dlopen`: there everything that no step
+//! claims fails with `NOT_INITIALIZED`, and [`check`] refuses. Other processors need nothing special;
+//! only `x86_64` has been tried.
+//!
+//! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
+//! may free its buffers.
+//!
+//! May import: `current`, `device`, `error`, `units`.
+
+use std::cell::Cell;
+use std::ffi::{CStr, c_void};
+use std::ptr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cudarc::driver::sys;
+
+use crate::current;
+use crate::device::{Cuda, DeviceError, StreamId};
+use crate::error::{BadFree, Error};
+use crate::units::{Address, Bytes};
+
+/// Puts the memory compiler between this program and the NVIDIA driver's allocation calls. Goes into
+/// `main.rs`, or into the root of a test, a bench or an example, once.
+///
+/// It defines `cuMemAllocAsync`, `cuMemFreeAsync`, `cuMemAlloc_v2` and `cuMemFree_v2`. What no step
+/// claims reaches the driver. See [`hook::cuda`](crate::hook::cuda).
+#[macro_export]
+macro_rules! interpose_cuda {
+    () => {
+        #[allow(
+            unsafe_code,
+            reason = "defines symbols that the linker finds before the driver's"
+        )]
+        const _: () = {
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemAllocAsync(
+                at: *mut u64,
+                size: usize,
+                stream: *mut ::core::ffi::c_void,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::alloc_async(at, size, stream) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemFreeAsync(at: u64, stream: *mut ::core::ffi::c_void) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::free_async(at, stream) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemAlloc_v2(at: *mut u64, size: usize) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::alloc(at, size) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemFree_v2(at: u64) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::free(at) }
+            }
+        };
+    };
+}
+
+/// `CUresult`, as a number: the driver may return codes that no header of ours knows.
+pub type Code = u32;
+
+const SUCCESS: Code = 0;
+const INVALID_VALUE: Code = 1;
+const OUT_OF_MEMORY: Code = 2;
+const NOT_INITIALIZED: Code = 3;
+
+/// Calls that no step claimed and that went to the driver, since the program began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Allocations.
+    pub allocs: u64,
+    /// Frees.
+    pub frees: u64,
+    /// Bytes of those allocations together.
+    pub alloc_bytes: Bytes,
+}
+
+static ALLOCS: AtomicU64 = AtomicU64::new(0);
+static FREES: AtomicU64 = AtomicU64::new(0);
+static ALLOC_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The calls that went to the driver so far.
+#[must_use]
+pub fn counts() -> Counts {
+    Counts {
+        allocs: ALLOCS.load(Ordering::Relaxed),
+        frees: FREES.load(Ordering::Relaxed),
+        alloc_bytes: Bytes(ALLOC_BYTES.load(Ordering::Relaxed)),
+    }
+}
+
+type AllocAsync = unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> Code;
+type FreeAsync = unsafe extern "C" fn(u64, *mut c_void) -> Code;
+type Alloc = unsafe extern "C" fn(*mut u64, usize) -> Code;
+type Free = unsafe extern "C" fn(u64) -> Code;
+
+/// The driver's own calls; `None` for one that it does not have.
+#[derive(Debug, Default)]
+struct Driver {
+    alloc_async: Option<AllocAsync>,
+    free_async: Option<FreeAsync>,
+    alloc: Option<Alloc>,
+    free: Option<Free>,
+}
+
+#[cfg(unix)]
+fn load() -> Driver {
+    // SAFETY: the name is a C string; the library is the driver's, which the program uses anyway.
+    let library =
+        unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if library.is_null() {
+        return Driver::default();
+    }
+    let symbol = |name: &CStr| {
+        // SAFETY: the library is open and stays so; the name is a C string. A search in one library
+        // finds that library's symbol, never the program's.
+        unsafe { libc::dlsym(library, name.as_ptr()) }
+    };
+    let (alloc_async, free_async) = (symbol(c"cuMemAllocAsync"), symbol(c"cuMemFreeAsync"));
+    let (alloc, free) = (symbol(c"cuMemAlloc_v2"), symbol(c"cuMemFree_v2"));
+    Driver {
+        // SAFETY: null becomes `None`; else it is the function of this signature in cuda.h.
+        alloc_async: unsafe { std::mem::transmute::<*mut c_void, Option<AllocAsync>>(alloc_async) },
+        // SAFETY: as above.
+        free_async: unsafe { std::mem::transmute::<*mut c_void, Option<FreeAsync>>(free_async) },
+        // SAFETY: as above.
+        alloc: unsafe { std::mem::transmute::<*mut c_void, Option<Alloc>>(alloc) },
+        // SAFETY: as above.
+        free: unsafe { std::mem::transmute::<*mut c_void, Option<Free>>(free) },
+    }
+}
+
+#[cfg(not(unix))]
+fn load() -> Driver {
+    Driver::default()
+}
+
+fn driver() -> &'static Driver {
+    static DRIVER: OnceLock<Driver> = OnceLock::new();
+    DRIVER.get_or_init(|| {
+        let _bookkeeping = current::Bookkeeping::begin();
+        load()
+    })
+}
+
+thread_local! {
+    /// While [`check`] looks: which of the four calls arrived, one bit each.
+    static PROBE: Cell<Option<u8>> = const { Cell::new(None) };
+}
+
+const PROBE_ALLOC_ASYNC: u8 = 1;
+const PROBE_FREE_ASYNC: u8 = 2;
+const PROBE_ALLOC: u8 = 4;
+const PROBE_FREE: u8 = 8;
+const PROBE_ALL: u8 = 15;
+
+/// Whether the null pointer in a call is [`check`]'s.
+#[cold]
+fn is_probe(bit: u8) -> bool {
+    let seen = PROBE.get();
+    if let Some(seen) = seen {
+        PROBE.set(Some(seen | bit));
+    }
+    seen.is_some()
+}
+
+/// Whether the driver's allocation calls that cudarc makes in this program arrive here: makes each of
+/// them with arguments that do nothing, and looks.
+///
+/// # Errors
+/// [`Error::CudaHookMissing`], whose text is the line to add.
+pub fn check() -> Result<(), Error> {
+    if driver().alloc.is_none() {
+        // Nothing to pass on to; and cudarc panics without the driver's library.
+        return Err(Error::CudaHookMissing);
+    }
+    PROBE.set(Some(0));
+    // SAFETY: a null pointer for the result: refused by the driver, never written to.
+    let _ = unsafe { sys::cuMemAllocAsync(ptr::null_mut(), 0, ptr::null_mut()) };
+    if PROBE.get() == Some(PROBE_ALLOC_ASYNC) {
+        // SAFETY: freeing null does nothing.
+        let _ = unsafe { sys::cuMemFreeAsync(0, ptr::null_mut()) };
+        // SAFETY: a null pointer for the result: refused by the driver, never written to.
+        let _ = unsafe { sys::cuMemAlloc_v2(ptr::null_mut(), 0) };
+        // SAFETY: freeing null does nothing.
+        let _ = unsafe { sys::cuMemFree_v2(0) };
+    }
+    match PROBE.replace(None) {
+        Some(PROBE_ALL) => Ok(()),
+        _ => Err(Error::CudaHookMissing),
+    }
+}
+
+/// The current context where a stream's handle alone does not tell the device; else `None`.
+#[inline]
+fn context_of(stream: *mut c_void) -> Option<u64> {
+    static SEVERAL: OnceLock<bool> = OnceLock::new();
+    let is_special = stream.addr() <= 2;
+    if !is_special || !SEVERAL.get_or_init(|| Cuda::count() > 1) {
+        return None;
+    }
+    let mut context = ptr::null_mut();
+    // SAFETY: `context` is writable.
+    let code = unsafe { sys::cuCtxGetCurrent(&raw mut context) };
+    Some(if code == sys::CUresult::CUDA_SUCCESS {
+        context.addr() as u64
+    } else {
+        0
+    })
+}
+
+/// What `cuMemAllocAsync` is in a program with [`interpose_cuda!`](crate::interpose_cuda).
+///
+/// # Safety
+/// As the driver's call: `at` is null or writable, `stream` is a stream of the current context.
+#[inline]
+pub unsafe fn alloc_async(at: *mut u64, size: usize, stream: *mut c_void) -> Code {
+    if at.is_null() && is_probe(PROBE_ALLOC_ASYNC) {
+        return INVALID_VALUE;
+    }
+    let on = Some(StreamId(stream.addr() as u64));
+    serve(
+        at,
+        size,
+        on,
+        || context_of(stream),
+        || {
+            let Some(call) = driver().alloc_async else {
+                return NOT_INITIALIZED;
+            };
+            // SAFETY: the caller keeps the contract of the driver's call.
+            unsafe { call(at, size, stream) }
+        },
+    )
+}
+
+/// What `cuMemAlloc_v2` is in a program with [`interpose_cuda!`](crate::interpose_cuda).
+///
+/// # Safety
+/// As the driver's call: `at` is null or writable.
+#[inline]
+pub unsafe fn alloc(at: *mut u64, size: usize) -> Code {
+    if at.is_null() && is_probe(PROBE_ALLOC) {
+        return INVALID_VALUE;
+    }
+    serve(
+        at,
+        size,
+        None,
+        || context_of(ptr::null_mut()),
+        || {
+            let Some(call) = driver().alloc else {
+                return NOT_INITIALIZED;
+            };
+            // SAFETY: the caller keeps the contract of the driver's call.
+            unsafe { call(at, size) }
+        },
+    )
+}
+
+/// Serves an allocation from the step that it is for, else from the driver.
+#[inline]
+fn serve(
+    at: *mut u64,
+    size: usize,
+    stream: Option<StreamId>,
+    context: impl Fn() -> Option<u64>,
+    upstream: impl FnOnce() -> Code,
+) -> Code {
+    if at.is_null() {
+        return pass_on(size, upstream);
+    }
+    match current::alloc_gpu(stream, Bytes(size as u64), context) {
+        Ok(Some(address)) => {
+            // SAFETY: not null, so writable by the caller's contract.
+            unsafe { at.write(address.0) };
+            SUCCESS
+        }
+        Ok(None) => pass_on(size, upstream),
+        Err((step, error)) => {
+            let code = match error {
+                Error::OverBudget { .. } => OUT_OF_MEMORY,
+                _ => pass_on(size, upstream),
+            };
+            if code != SUCCESS {
+                current::fail_step(step, error);
+            }
+            code
+        }
+    }
+}
+
+fn pass_on(size: usize, upstream: impl FnOnce() -> Code) -> Code {
+    ALLOCS.fetch_add(1, Ordering::Relaxed);
+    let code = upstream();
+    if code == SUCCESS {
+        ALLOC_BYTES.fetch_add(size as u64, Ordering::Relaxed);
+    }
+    code
+}
+
+/// What `cuMemFreeAsync` is in a program with [`interpose_cuda!`](crate::interpose_cuda).
+///
+/// # Safety
+/// As the driver's call: `at` was allocated and not freed since, `stream` is a stream of the current
+/// context, and work on other streams that uses it is ordered before.
+#[inline]
+pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
+    if at == 0 && is_probe(PROBE_FREE_ASYNC) {
+        return SUCCESS;
+    }
+    let address = Address(at);
+    if current::may_own(address)
+        && let Some(code) = code_of(current::free_on(StreamId(stream.addr() as u64), address))
+    {
+        return code;
+    }
+    FREES.fetch_add(1, Ordering::Relaxed);
+    let Some(call) = driver().free_async else {
+        return NOT_INITIALIZED;
+    };
+    // SAFETY: the address is no compiler's, so the driver's; the caller keeps the rest.
+    unsafe { call(at, stream) }
+}
+
+/// What `cuMemFree_v2` is in a program with [`interpose_cuda!`](crate::interpose_cuda).
+///
+/// # Safety
+/// As the driver's call: `at` was allocated and not freed since; where the driver does not wait for
+/// work that uses it, that work is done.
+#[inline]
+pub unsafe fn free(at: u64) -> Code {
+    if at == 0 && is_probe(PROBE_FREE) {
+        return SUCCESS;
+    }
+    let address = Address(at);
+    if current::may_own(address)
+        && let Some(code) = code_of(current::free_synchronous(address))
+    {
+        return code;
+    }
+    FREES.fetch_add(1, Ordering::Relaxed);
+    let Some(call) = driver().free else {
+        return NOT_INITIALIZED;
+    };
+    // SAFETY: the address is no compiler's, so the driver's; the caller keeps the rest.
+    unsafe { call(at) }
+}
+
+/// What a free returns; `None` when no compiler owns the address.
+#[inline]
+fn code_of(freed: Result<(), Error>) -> Option<Code> {
+    match freed {
+        Ok(()) => Some(SUCCESS),
+        Err(Error::BadFree {
+            reason: BadFree::Unknown,
+            ..
+        }) => None,
+        Err(Error::Device {
+            source: DeviceError::Driver { code, .. },
+            ..
+        }) => Some(code.cast_unsigned()),
+        Err(_) => Some(INVALID_VALUE),
+    }
+}

@@ -1,0 +1,530 @@
+//! Who is resident, and who goes when memory is short.
+//!
+//! ```text
+//!   priority   lowest range            ...            highest range
+//!   pages      | low ........ high |                | low ........ high |
+//!   leave              3rd  2nd 1st |                         5th   4th |
+//! ```
+//!
+//! Invariants, also after any call of the device failed:
+//! - a slot has a page exactly when that page is mapped under it and accessible;
+//! - a pinned slot has a page; only unpinned slots lose theirs;
+//! - a slot that gets a page gets a stamp that no slot of this process ever had;
+//! - a range never takes pages from one of higher priority, nor from its own lower addresses: so a
+//!   model that is too large keeps its low part and never cycles.
+//!
+//! May import: layers 0 and 3, `pages`, `budget`.
+
+use std::collections::BTreeMap;
+use std::ops::Range as Pages32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::{Leaving, PageOut, PagerStats, Residency, Stamp};
+use crate::budget::Budget;
+use crate::device::{Device, DeviceError, PageId};
+use crate::pages::{Pages, Refused};
+use crate::units::{Address, Bytes};
+
+/// Stamps given so far in this process; 0 is [`Stamp::NEVER`].
+static STAMPS: AtomicU64 = AtomicU64::new(1);
+
+/// How often a pin goes on after the device was out of memory although pages had been given back.
+const ROUNDS: u32 = 2;
+
+/// A virtual page of a range.
+#[derive(Clone, Debug, Default)]
+struct Slot {
+    /// The page under it, while it is resident.
+    page: Option<PageId>,
+    /// When it became resident last.
+    stamp: u64,
+    pins: u32,
+    /// Whether it was pinned since: before that nobody can have filled it, and nothing is to save.
+    handed_out: bool,
+    /// Whether it came in past the budget, and leaves with its last pin.
+    beyond: bool,
+}
+
+#[derive(Debug)]
+struct Range {
+    /// The higher, the longer it stays.
+    priority: u64,
+    pages: Pages,
+    slots: Vec<Slot>,
+    resident: u32,
+    /// Pages that became resident so far.
+    arrivals: u64,
+    /// Pages from here on left when memory was short. They are not asked back before somebody
+    /// returned memory.
+    watermark: u32,
+    /// [`Budget::returns`] when the watermark was looked at last.
+    seen_returns: u64,
+    page_out: Option<PageOut>,
+}
+
+/// A page of a range: the range's number and the page's.
+type Spot = (u64, u32);
+
+/// What a pin came to: the stamp, and the runs of pages that are newer than the caller's.
+pub(super) struct Brought {
+    pub stamp: Stamp,
+    pub stale: Vec<Pages32<u32>>,
+}
+
+/// See the module's page.
+#[derive(Debug)]
+pub(super) struct Books {
+    ranges: BTreeMap<u64, Range>,
+    next_range: u64,
+    next_priority: u64,
+    budget: Budget,
+    stats: PagerStats,
+}
+
+impl Books {
+    pub fn new(budget: Budget) -> Self {
+        Self {
+            ranges: BTreeMap::new(),
+            next_range: 0,
+            next_priority: 0,
+            budget,
+            stats: PagerStats::default(),
+        }
+    }
+
+    /// Reserves a range of `page_count` pages, of the highest priority.
+    pub fn add(
+        &mut self,
+        device: Arc<dyn Device>,
+        page_count: u32,
+        page_out: Option<PageOut>,
+    ) -> Result<(u64, Address), Refused> {
+        let size = Bytes(u64::from(page_count) * device.granule().0);
+        let pages = Pages::reserve(device, size, page_count, self.budget.clone())?;
+        let base = pages.base;
+        let id = self.next_range;
+        self.next_range += 1;
+        let range = Range {
+            priority: 0,
+            pages,
+            slots: vec![Slot::default(); page_count as usize],
+            resident: 0,
+            arrivals: 0,
+            watermark: page_count,
+            seen_returns: 0,
+            page_out,
+        };
+        self.ranges.insert(id, range);
+        self.prioritise(id);
+        Ok((id, base))
+    }
+
+    /// Gives a range back with everything in it; nothing of it is pinned.
+    pub fn remove(&mut self, id: u64) {
+        let Some(mut range) = self.ranges.remove(&id) else {
+            return;
+        };
+        debug_assert!(range.slots.iter().all(|slot| slot.pins == 0));
+        let pages = range.slots.iter_mut().filter_map(|slot| slot.page.take());
+        let pages: Vec<PageId> = pages.collect();
+        range.pages.close(pages.into_iter());
+        self.stats.device_calls += range.pages.calls();
+        self.stats.arrivals += range.arrivals;
+        self.budget.note_return();
+    }
+
+    fn range(&mut self, id: u64) -> &mut Range {
+        self.ranges
+            .get_mut(&id)
+            .expect("a range lives as long as its handles")
+    }
+
+    /// Makes a range the last one to give pages up, and lets all of it come back.
+    pub fn prioritise(&mut self, id: u64) {
+        let (priority, returns) = (self.next_priority, self.budget.returns());
+        self.next_priority += 1;
+        let range = self.range(id);
+        range.priority = priority;
+        range.seen_returns = returns;
+        range.watermark = range.slots.len() as u32;
+    }
+
+    /// Makes pages resident and pins them; `None` when they do not fit and may not go `beyond`.
+    pub fn pin(
+        &mut self,
+        id: u64,
+        pages: &Pages32<u32>,
+        since: Stamp,
+        beyond: bool,
+    ) -> Result<Option<Brought>, Refused> {
+        let returns = self.budget.returns();
+        let range = self.range(id);
+        if range.seen_returns != returns {
+            range.seen_returns = returns;
+            range.watermark = range.slots.len() as u32;
+        }
+        let missing: Vec<u32> = pages
+            .clone()
+            .filter(|&page| range.slots[page as usize].page.is_none())
+            .collect();
+        if !missing.is_empty() {
+            let mut took = false;
+            let brought = if pages.end > range.watermark {
+                Ok(false)
+            } else {
+                self.bring(id, pages.end, &missing, &mut took)
+            };
+            if took && brought != Ok(true) {
+                // Others lost pages for nothing: they may have them back.
+                self.budget.note_return();
+            }
+            if !brought? {
+                self.stats.streamed += 1;
+                if !beyond {
+                    return Ok(None);
+                }
+                self.bring_beyond(id, &missing)?;
+            }
+        }
+        let slots = &mut self.range(id).slots[pages.start as usize..pages.end as usize];
+        let stamp = slots.iter().map(|slot| slot.stamp).max().unwrap_or(0);
+        for slot in slots.iter_mut() {
+            slot.pins += 1;
+            slot.handed_out = true;
+        }
+        let mut stale: Vec<Pages32<u32>> = Vec::new();
+        for (page, slot) in pages.clone().zip(slots) {
+            if slot.stamp <= since.0 {
+                continue;
+            }
+            match stale.last_mut() {
+                Some(run) if run.end == page => run.end += 1,
+                _ => stale.push(page..page + 1),
+            }
+        }
+        Ok(Some(Brought {
+            stamp: Stamp(stamp),
+            stale,
+        }))
+    }
+
+    /// Lets pinned pages go when they are needed.
+    pub fn unpin(&mut self, id: u64, pages: &Pages32<u32>) {
+        let mut leaving = Vec::new();
+        let range = self.range(id);
+        for page in pages.clone() {
+            let slot = &mut range.slots[page as usize];
+            debug_assert!(slot.pins > 0, "only pinned pages are unpinned");
+            slot.pins -= 1;
+            if slot.pins == 0 && slot.beyond {
+                leaving.push((id, page));
+            }
+        }
+        if !leaving.is_empty() {
+            // What the device refuses stays, unpinned, for the next one who is short.
+            let watermark = range.watermark;
+            drop(self.evict(&leaving, &mut Vec::new()));
+            self.range(id).watermark = watermark;
+        }
+    }
+
+    /// Puts pages under `missing`, all or none but for a device that fails half-way. Whether they fit;
+    /// `took` says whether others lost pages.
+    fn bring(
+        &mut self,
+        id: u64,
+        end: u32,
+        missing: &[u32],
+        took: &mut bool,
+    ) -> Result<bool, Refused> {
+        let granule = self.range(id).pages.granule;
+        let mut taken: Vec<PageId> = Vec::with_capacity(missing.len());
+        let mut refused: Vec<Spot> = Vec::new();
+        let mut rounds = 0;
+        if self.budget.free().0 / granule.0 < missing.len() as u64 {
+            self.shed();
+        }
+        let fits = loop {
+            let wanted = missing.len() - taken.len();
+            if wanted == 0 {
+                break Ok(true);
+            }
+            let pages = &mut self.range(id).pages;
+            let mut room = pages.budget.free().0 / granule.0;
+            if room + pages.spare_count() < wanted as u64
+                && let Ok(info) = pages.device.memory()
+            {
+                // Where the device has even less, all of the shortfall is looked for at once.
+                room = room.min(info.free.0 / granule.0);
+            }
+            let mut short = (wanted as u64).saturating_sub(room + pages.spare_count());
+            if short == 0 {
+                match pages.take() {
+                    Ok(page) => {
+                        taken.push(page);
+                        continue;
+                    }
+                    Err(Refused {
+                        source: DeviceError::OutOfMemory { .. },
+                        ..
+                    }) if rounds < ROUNDS => {
+                        rounds += 1;
+                        short = wanted as u64;
+                    }
+                    Err(Refused {
+                        source: DeviceError::OutOfMemory { .. },
+                        ..
+                    }) => break Ok(false),
+                    Err(error) => break Err(error),
+                }
+            }
+            let victims = self.victims(Some((id, end)), short, &refused);
+            if (victims.len() as u64) < short {
+                break Ok(false);
+            }
+            // Each turn has fewer pages to choose from: it ends, whatever the device refuses.
+            match self.evict(&victims, &mut refused) {
+                Ok(_) => *took = true,
+                Err(error) => break Err(error),
+            }
+        };
+        if fits != Ok(true) {
+            self.give_back(id, taken);
+            return fits;
+        }
+        self.settle(id, missing, taken, missing.len())?;
+        Ok(true)
+    }
+
+    /// Puts pages under `missing`, past the budget where it is used up.
+    fn bring_beyond(&mut self, id: u64, missing: &[u32]) -> Result<(), Refused> {
+        let mut taken = Vec::with_capacity(missing.len());
+        let mut within = 0;
+        while taken.len() < missing.len() {
+            let pages = &mut self.range(id).pages;
+            let page = match pages.take() {
+                Ok(page) => {
+                    within = taken.len() + 1;
+                    Ok(page)
+                }
+                Err(Refused {
+                    source: DeviceError::OutOfMemory { .. },
+                    ..
+                }) => pages.take_beyond(),
+                refused => refused,
+            };
+            match page {
+                Ok(page) => taken.push(page),
+                Err(error) => {
+                    self.give_back(id, taken);
+                    return Err(error);
+                }
+            }
+        }
+        self.settle(id, missing, taken, within)?;
+        let over = self.budget.used().saturating_sub(self.budget.limit());
+        self.stats.beyond_peak = self.stats.beyond_peak.max(over);
+        Ok(())
+    }
+
+    fn give_back(&mut self, id: u64, taken: Vec<PageId>) {
+        let pages = &mut self.range(id).pages;
+        for page in taken {
+            // A refused page is spare.
+            drop(pages.give_back(page));
+        }
+    }
+
+    /// Maps `taken` under `missing`, of which the first `within` are within the budget. A refusal leaves whole runs in, and gives the rest back.
+    fn settle(
+        &mut self,
+        id: u64,
+        missing: &[u32],
+        taken: Vec<PageId>,
+        within: usize,
+    ) -> Result<(), Refused> {
+        let beyond_from = missing.get(within).copied().unwrap_or(u32::MAX);
+        let range = self.range(id);
+        let mut taken = taken.into_iter();
+        for run in missing.chunk_by(|a, b| a + 1 == *b) {
+            let ids: Vec<PageId> = taken.by_ref().take(run.len()).collect();
+            if let Err(error) = range.pages.map(run[0], &ids) {
+                range.pages.discard(run[0], &ids);
+                self.give_back(id, taken.collect());
+                return Err(error);
+            }
+            let stamp = STAMPS.fetch_add(1, Ordering::Relaxed);
+            for (&page, id) in run.iter().zip(ids) {
+                range.slots[page as usize] = Slot {
+                    page: Some(id),
+                    stamp,
+                    beyond: page >= beyond_from,
+                    ..Slot::default()
+                };
+            }
+            range.resident += run.len() as u32;
+            range.arrivals += run.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// The first `limit` pages to go: for a pin of a range that ends at a page, or for a step.
+    fn victims(&self, pin: Option<(u64, u32)>, limit: u64, refused: &[Spot]) -> Vec<Spot> {
+        let mut ranges: Vec<(&u64, &Range)> = self.ranges.iter().collect();
+        ranges.sort_by_key(|(_, range)| range.priority);
+        let mut victims = Vec::new();
+        for (&id, range) in ranges {
+            let from = match pin {
+                Some((own, end)) if own == id => end,
+                _ => 0,
+            };
+            let unpinned = (from..range.slots.len() as u32).rev().filter(|&page| {
+                let slot = &range.slots[page as usize];
+                slot.page.is_some() && slot.pins == 0 && !refused.contains(&(id, page))
+            });
+            if range.resident > 0 {
+                let left = limit as usize - victims.len();
+                victims.extend(unpinned.take(left).map(|page| (id, page)));
+            }
+            if victims.len() as u64 == limit || pin.is_some_and(|(own, _)| own == id) {
+                break;
+            }
+        }
+        victims
+    }
+
+    /// Takes pages out of memory, with one synchronisation. Returns how many the device got back;
+    /// those that stay are added to `refused`.
+    fn evict(&mut self, victims: &[Spot], refused: &mut Vec<Spot>) -> Result<u64, Refused> {
+        let Some(&(first, _)) = victims.first() else {
+            return Ok(0);
+        };
+        self.range(first).pages.synchronise()?;
+        self.stats.evicting += 1;
+        let before = self.held();
+        for &(id, page) in victims {
+            let range = self.range(id);
+            if range.leave(page) {
+                range.watermark = range.watermark.min(page);
+                self.stats.evictions += 1;
+            } else {
+                refused.push((id, page));
+            }
+        }
+        self.shed();
+        // Only this lock's holder changes it.
+        Ok(before - self.held())
+    }
+
+    /// Tries again to give up what the device refused to take back.
+    fn shed(&mut self) {
+        self.ranges
+            .values_mut()
+            .for_each(|range| range.pages.shed());
+    }
+
+    /// Pages that the ranges own, resident or not.
+    fn held(&self) -> u64 {
+        let held = |range: &Range| range.pages.held().0 / range.pages.granule.0;
+        self.ranges.values().map(held).sum()
+    }
+
+    /// Evicts until `count` pages were given back, or none is left to evict; returns how many were.
+    pub fn relieve(&mut self, count: u64) -> u64 {
+        let before = self.held();
+        self.shed();
+        let mut given = before - self.held();
+        let mut refused = Vec::new();
+        while given < count {
+            let victims = self.victims(None, count - given, &refused);
+            if victims.is_empty() {
+                break;
+            }
+            match self.evict(&victims, &mut refused) {
+                Ok(more) => given += more,
+                Err(error) => {
+                    tracing::warn!(call = ?error.call, source = %error.source, "no weights evicted");
+                    break;
+                }
+            }
+        }
+        given
+    }
+
+    /// Evicts what is unpinned of one range; it may come back at once.
+    pub fn empty(&mut self, id: u64) -> Result<u64, Refused> {
+        let count = self.range(id).slots.len() as u32;
+        let slots = &self.range(id).slots;
+        let victims: Vec<Spot> = (0..count)
+            .rev()
+            .filter(|&page| {
+                let slot = &slots[page as usize];
+                slot.page.is_some() && slot.pins == 0
+            })
+            .map(|page| (id, page))
+            .collect();
+        let watermark = self.range(id).watermark;
+        let given = self.evict(&victims, &mut Vec::new());
+        self.range(id).watermark = watermark;
+        self.budget.note_return();
+        given
+    }
+
+    /// What is in memory of some pages.
+    pub fn residency(&mut self, id: u64, pages: &Pages32<u32>) -> Residency {
+        let range = self.range(id);
+        let granule = range.pages.granule.0;
+        let slots = &range.slots[pages.start as usize..pages.end as usize];
+        let bytes = |count: usize| Bytes(count as u64 * granule);
+        let resident = slots.iter().filter(|slot| slot.page.is_some()).count();
+        Residency {
+            resident: bytes(resident),
+            evicted: bytes(slots.len() - resident),
+            pinned: bytes(slots.iter().filter(|slot| slot.pins > 0).count()),
+        }
+    }
+
+    pub fn stats(&self) -> PagerStats {
+        let mut stats = self.stats;
+        (stats.used, stats.limit) = (self.budget.used(), self.budget.limit());
+        for range in self.ranges.values() {
+            let granule = range.pages.granule.0;
+            let pinned = range.slots.iter().filter(|slot| slot.pins > 0).count();
+            stats.reserved.0 += range.pages.reserved.0;
+            stats.resident.0 += u64::from(range.resident) * granule;
+            stats.pinned.0 += pinned as u64 * granule;
+            stats.device_calls += range.pages.calls();
+            stats.arrivals += range.arrivals;
+        }
+        stats
+    }
+}
+
+impl Range {
+    /// Takes the memory of a page away; whether it could. The device was waited for.
+    fn leave(&mut self, page: u32) -> bool {
+        let offset = Bytes(u64::from(page) * self.pages.granule.0);
+        if let Some(page_out) = &mut self.page_out
+            && self.slots[page as usize].handed_out
+        {
+            let leaving = Leaving {
+                offset,
+                address: Address(self.pages.base.0 + offset.0),
+                size: self.pages.granule,
+            };
+            if !(page_out.0)(leaving) {
+                return false;
+            }
+        }
+        if self.pages.unmap(page).is_err() {
+            return false;
+        }
+        self.resident -= 1;
+        if let Some(id) = self.slots[page as usize].page.take() {
+            // A refused page is spare: `shed` tries again.
+            drop(self.pages.give_back(id));
+        }
+        true
+    }
+}

@@ -1,0 +1,130 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, from binaries that were built elsewhere: the machine with the GPU needs
+# the driver and the CUDA libraries, no Rust.
+#
+#   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, zoo or memcheck, else all
+#
+# Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
+set -uo pipefail
+
+usage() { sed -n '2,9p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || usage
+verb=$1; dir=$2; shift 2
+
+# Test binaries of one package, as cargo names them: "name path" a line.
+built() {
+  cargo test --no-run --message-format=json "$@" |
+    python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message.get("profile", {}).get("test"):
+        print(message["target"]["name"], message["executable"])'
+}
+
+build() {
+  set -e
+  mkdir -p "$dir"
+  collect() {
+    local prefix=$1; shift
+    built "$@" | while read -r name path; do
+      cp "$path" "$dir/$prefix$name"; strip "$dir/$prefix$name"
+    done
+  }
+  # One command a package: Candle links the driver, the crate alone loads it.
+  collect core- -p memory-compiler --features cuda \
+    --test device_cuda --test hook_cuda --test scenarios
+  # Together, so that Candle's kernels are compiled once.
+  local candle=(--release -p memory-compiler-candle -p memory-compiler-models
+    --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
+  collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
+  cargo build "${candle[@]}" --bin zoo
+  cp "${CARGO_TARGET_DIR:-target}/release/zoo" "$dir/zoo"; strip "$dir/zoo"
+  # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
+  local linked=${CARGO_TARGET_DIR:-target}/linked profile
+  for profile in dev release thin fat; do
+    cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked" --profile $profile
+    cp "$linked/${profile/dev/debug}/linked" "$dir/linked-$profile"
+  done
+  cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked/forgotten" --features forgotten
+  cp "$linked/forgotten/debug/linked" "$dir/linked-forgotten"
+  ls -l "$dir"
+}
+
+rows=()
+failed=0
+row() { rows+=("$(printf '%-44s %-7s %5ss  %s' "$1" "$2" "$3" "$4")"); [ "$2" != FAILED ] || failed=1; }
+
+# try NAME COMMAND…: runs, logs, and adds a row.
+try() {
+  local name=$1 log began code state=ok; shift
+  log=$logs/$(tr -c 'A-Za-z0-9\n' '_' <<<"$name").log
+  began=$SECONDS
+  timeout "${LIMIT:-300}" "$@" >"$log" 2>&1; code=$?
+  local said; said=$(grep -aE '^test result|ERROR SUMMARY' "$log" | tail -1 | cut -c1-38)
+  local skipped; skipped=$(grep -ac SKIPPED "$log")
+  [ "$skipped" = 0 ] || said="$said $skipped skipped"
+  if [ $code != 0 ]; then state=FAILED; said="code $code $said"; echo "== $name"; tail -n 40 "$log"; fi
+  row "$name" $state $((SECONDS - began)) "$said"
+}
+
+tests() {
+  for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
+  for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1 --nocapture; done
+  for binary in "$dir"/linked-*; do
+    [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
+  done
+  # The table of scenarios with the GPU in the place of `Host`. Two rows are left out: they look at the
+  # bytes of so many buffers, each with a copy from the device, that they take minutes.
+  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4 \
+    --skip case_08 --skip case_35
+}
+
+memcheck() {
+  local checker; checker=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+  for name in a_recorded_and_a_replayed a_tensor_that_another_thread; do
+    try "memcheck $name" "$checker" --tool memcheck --error-exitcode 9 "$dir/candle-cuda" "$name"
+  done
+  try "memcheck the device" "$checker" --tool memcheck --error-exitcode 9 \
+    "$dir/core-device_cuda" a_compiler_replays
+}
+
+# model size batch steps rounds: the table of the issue. With several GPUs only the first is shown.
+zoo() {
+  local table=$logs/zoo.txt bare=; : >"$table"
+  while read -r model size batch steps rounds; do
+    local began=$SECONDS state=ok code
+    CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo" --compare --model "$model" --size "$size" \
+      --batch "$batch" --steps "$steps" --rounds "$rounds" $bare >>"$table" 2>&1; code=$?
+    [ $code = 0 ] || state=FAILED
+    row "zoo $model $size b$batch" $state $((SECONDS - began)) "code $code"
+    bare=--bare
+  done <<<"${ZOO:-sd15 512 2 16 3
+sd15 640x448 2 16 3
+sd15 256 1 16 8
+sdxl 768 1 8 3
+vae 512 1 8 3
+sdxl 1024 2 4 2
+sd3 1024 2 3 2
+flux 1024 1 3 2
+z-image 1024 1 3 2}"
+  cat "$table"
+}
+
+case $verb in
+  build) build ;;
+  run)
+    logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
+    for part in "${@:-all}"; do
+      case $part in
+        tests|memcheck|zoo) $part ;;
+        all) tests; zoo; memcheck ;;
+        *) usage ;;
+      esac
+    done
+    echo; printf '%s\n' "${rows[@]}"
+    [ $failed = 0 ] && echo "all of it passed" || echo "something FAILED"
+    exit $failed ;;
+  *) usage ;;
+esac
