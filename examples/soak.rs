@@ -225,10 +225,14 @@ impl Veteran {
     }
 }
 
+/// Resident memory of the process but for shared pages, which are the devices'.
 fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let pages = statm.split_whitespace().nth(1).and_then(|n| n.parse().ok());
-    pages.unwrap_or(0_u64) * 4096
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+    kib.unwrap_or(0_u64) * 1024
 }
 
 fn main() -> ExitCode {
@@ -241,7 +245,7 @@ fn main() -> ExitCode {
     let (began, time) = (Instant::now(), Duration::from_secs(seconds));
     let mut random = Random(seed);
     let mut totals = Totals::default();
-    let (mut resident, mut books) = (Peak::default(), Peak::default());
+    let (mut resident, mut books, mut held) = <(Peak, Peak, Peak)>::default();
     let (mut veteran, freeing) = Veteran::new();
     let device = veteran.device.clone();
     let mut next_line = Duration::from_secs(10);
@@ -264,9 +268,18 @@ fn main() -> ExitCode {
         let is_early = began.elapsed() < time / 3;
         resident.see(resident_bytes(), is_early);
         books.see(LIVE.load(Ordering::Relaxed), is_early);
+        held.see(device.books().held.0, is_early);
         if began.elapsed() >= next_line {
             next_line += Duration::from_secs(10);
-            println!("{:>6.0?} {totals:?}", began.elapsed());
+            let (resident, books) = (resident_bytes(), LIVE.load(Ordering::Relaxed));
+            println!(
+                "{:>6.0?} resident {}, books {}, held {}, addresses {}, {totals:?}",
+                began.elapsed(),
+                Bytes(resident),
+                Bytes(books),
+                device.books().held,
+                veteran.compiler.stats().virtual_bytes
+            );
         }
     }
     let stats = veteran.end().expect("its buffers are live");
@@ -275,14 +288,16 @@ fn main() -> ExitCode {
     println!("{totals:#?}");
     println!(
         "the veteran: {} steps, {} replayed, {} recorded, {} edges and {} scopes remembered, {} edges \
-         forgotten, {} survivors, {given} buffers freed on another thread",
+         forgotten, {} survivors, {given} buffers freed on another thread; held at most {}, floor {}",
         stats.steps,
         stats.replayed_total,
         stats.recorded_total,
         stats.edges,
         stats.scopes.len(),
         stats.edges_forgotten,
-        stats.survivors
+        stats.survivors,
+        Bytes(held.early.max(held.late)),
+        stats.floor
     );
     for (what, peak) in [("resident memory", resident), ("all books", books)] {
         let flat = if peak.is_flat() { "flat" } else { "GROWS" };

@@ -114,6 +114,8 @@ pub(crate) struct Placer {
     /// Numbers of frames that were forgotten.
     retired: Vec<u32>,
     spaces: [SpaceBooks; 2],
+    /// Pages of the step's space at which its windows are worth looking through.
+    crowded_at: u32,
     epoch: u64,
 }
 
@@ -134,6 +136,7 @@ impl Placer {
             frames: Vec::new(),
             retired: Vec::new(),
             spaces: [space(0, split), space(split, page_limit - split)],
+            crowded_at: split / 2,
             epoch: 0,
         }
     }
@@ -352,7 +355,9 @@ impl Placer {
         {
             return at(page, 0, Vec::new());
         }
-        let page = self.next_page(space, 1)?;
+        let page = self
+            .next_page(space, 1)
+            .or_else(|| self.room_in(space, 1))?;
         at(page, 0, vec![(page, Source::New)])
     }
 
@@ -386,7 +391,15 @@ impl Placer {
             self.frames[frame as usize].stamp = self.epoch;
             tail += 1;
         }
-        let page = self.next_page(space, count - tail)? - tail;
+        let page = match self.next_page(space, count - tail) {
+            Some(page) => page - tail,
+            None => {
+                // Behind the last one no addresses are left; between others there may be.
+                tail = 0;
+                self.epoch += 1;
+                self.room_in(space, count)?
+            }
+        };
         let mut maps = Vec::with_capacity((count - tail) as usize);
         let mut next = 0;
         for page in page + tail..page + count {

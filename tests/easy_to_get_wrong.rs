@@ -514,3 +514,49 @@ fn a_step_that_was_forgotten_records_again_and_breaks_nothing_in_strict_mode() {
     assert!(stats.edges_forgotten > 0, "{stats}");
     assert_eq!(stats.breaks_total, 0, "{stats}");
 }
+
+/// Windows of sizes that never come again must not use the addresses up.
+#[test]
+fn steps_of_drifting_sizes_do_not_run_out_of_addresses() {
+    let device = counting_host(Bytes(4096));
+    let options = Options {
+        edge_limit: 500,
+        address_space: Bytes::mib(256),
+        ..Options::default()
+    };
+    let mut compiler = Compiler::new(device.clone(), options).expect("a compiler");
+    let mut random = 1_u64;
+    let mut used = 0;
+    for n in 0..4_000 {
+        let step = compiler.begin("step").expect("a step");
+        let mut live: Vec<(Address, Pattern)> = Vec::new();
+        for nth in 0..12 {
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let pattern = Pattern {
+                seed: n * 100 + nth,
+                size: 4096 + (random >> 33) % 300_000,
+            };
+            let at = here(&step, pattern.size);
+            pattern.write(&*device, at.0);
+            live.push((at, pattern));
+            if live.len() > 4 {
+                let (at, pattern) = live.remove((random >> 20) as usize % 4);
+                pattern.check(&*device, at.0);
+                step.free(at).expect("live");
+                used += pattern.size;
+            }
+        }
+        for (at, pattern) in live {
+            pattern.check(&*device, at.0);
+            step.free(at).expect("live");
+        }
+        step.finish().expect("the step ends well");
+    }
+    let stats = compiler.stats();
+    assert!(used > 4 * Bytes::gib(1).0, "{used} bytes are little");
+    assert!(stats.virtual_bytes <= Bytes::mib(128), "{stats}");
+    drop(compiler);
+    assert!(device.is_empty());
+}

@@ -45,6 +45,16 @@ type Numbers = HashMap<u32, u32, MixBuild>;
 impl Engine {
     /// Plans all branches anew and installs the plan if it holds fewer bytes; no step is active.
     pub fn compile(&mut self, time_limit: Duration) -> Result<Compiled, Error> {
+        self.lay_out(time_limit, false)
+    }
+
+    /// The same for the sake of addresses: installs a plan also if it holds as much, since windows that
+    /// no edge mentions go with it.
+    pub(super) fn reclaim_addresses(&mut self, time_limit: Duration) -> Result<Compiled, Error> {
+        self.lay_out(time_limit, true)
+    }
+
+    fn lay_out(&mut self, time_limit: Duration, for_addresses: bool) -> Result<Compiled, Error> {
         let began = Instant::now();
         debug_assert!(self.active.is_none());
         if self.shared.is_pinned() {
@@ -77,7 +87,8 @@ impl Engine {
             let plan = planner::plan(&problem, rules).plan;
             report.planned = plan.held(&problem);
             report.strategy = plan.strategy;
-            if plan.frame_count < self.arena.usable_frames(&obstacles).len() as u64 {
+            let usable = self.arena.usable_frames(&obstacles).len() as u64;
+            if plan.frame_count < usable || for_addresses && plan.frame_count == usable {
                 let frames: Option<Vec<u32>> = (0..plan.page_count)
                     .map(|page| plan.frame_at(page))
                     .collect();

@@ -164,6 +164,8 @@ pub(crate) struct Engine {
     /// What the last compile did.
     compiled: Option<Compiled>,
     compile_after: Option<u32>,
+    /// Recorded allocations at which addresses may be won back again.
+    reclaim_at: u64,
     /// Finished steps since something was recorded.
     quiet_steps: u32,
     step: Counts,
@@ -239,6 +241,7 @@ impl Engine {
             finished: HashSet::default(),
             compiled: None,
             compile_after: options.compile_after,
+            reclaim_at: 0,
             quiet_steps: 0,
             step: Counts::default(),
             totals: Totals::default(),

@@ -17,6 +17,8 @@ use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// How long a compile between two steps may plan.
 pub(crate) const COMPILE_TIME: Duration = Duration::from_millis(200);
+/// Recorded allocations between two attempts to win addresses back.
+const RECLAIM_EVERY: u64 = 1_000;
 
 /// Steps of the process so far.
 static SERIAL: AtomicU64 = AtomicU64::new(1);
@@ -30,6 +32,7 @@ impl Engine {
         self.end_young();
         self.settle_survivors(true);
         self.forget_oldest();
+        self.reclaim_when_crowded();
         self.compile_when_quiet();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = self.scopes.root(name);
@@ -61,6 +64,21 @@ impl Engine {
             }
         }
         (self.young_count, self.young_len) = (0, 0);
+    }
+
+    /// Takes windows away that no edge mentions, before new ones use the addresses up.
+    fn reclaim_when_crowded(&mut self) {
+        // Where it does not help, as beside a buffer that never goes, it is not tried at every step.
+        let is_soon = self.totals.recorded < self.reclaim_at;
+        if is_soon || self.shared.is_pinned() || !self.arena.placer.is_crowded() {
+            return;
+        }
+        self.reclaim_at = self.totals.recorded + RECLAIM_EVERY;
+        match self.reclaim_addresses(COMPILE_TIME) {
+            Ok(compiled) => tracing::debug!(?compiled, "addresses were running out"),
+            Err(error) => tracing::warn!(%error, "addresses are running out"),
+        }
+        self.arena.placer.look_again_later();
     }
 
     /// Compiles after as many steps without a recording as the option says, once.

@@ -19,9 +19,26 @@ impl Placer {
             .map(|(number, _)| number)
     }
 
+    /// Whether the step's space has come as far as [`look_again_later`](Self::look_again_later) said.
+    pub fn is_crowded(&self) -> bool {
+        self.spaces[Space::Step as usize].frame_of.len() as u32 >= self.crowded_at
+    }
+
+    /// The space is crowded again when half of what is left of it is used, and half of it at least.
+    pub fn look_again_later(&mut self) {
+        let books = &self.spaces[Space::Step as usize];
+        let (used, limit) = (books.frame_of.len() as u32, books.page_limit);
+        self.crowded_at = (limit / 2).max(used + (limit - used).div_ceil(2));
+    }
+
     /// First of `count` virtual pages of the step's space in a row that have no frame.
     pub fn room(&self, count: u32) -> Option<u32> {
-        let books = &self.spaces[Space::Step as usize];
+        self.room_in(Space::Step, count)
+    }
+
+    /// The same in any space; looks at every page.
+    pub(super) fn room_in(&self, space: Space, count: u32) -> Option<u32> {
+        let books = &self.spaces[space as usize];
         let mut first = 0;
         for (page, &frame) in (0..).zip(&books.frame_of) {
             if frame != NO_FRAME {
