@@ -7,10 +7,7 @@
 //!
 //! [`pair`] drives an engine and this model side by side; this folder uses the public API only and shares no code with the engine.
 
-#![allow(
-    dead_code,
-    reason = "each test binary uses its own part of this folder"
-)]
+#![allow(dead_code, reason = "each test binary uses its own part")]
 
 pub mod devices;
 pub mod faulty;
