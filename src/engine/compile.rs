@@ -171,12 +171,7 @@ impl Engine {
             self.table.set_known(slot, number);
         }
         let (mut placements, mut edges) = (Numbers::default(), Numbers::default());
-        for at in 0..self.tapes.branches.len() {
-            if !branches.contains(&at) {
-                let branch = &mut self.tapes.branches[at];
-                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
-            }
-        }
+        self.tapes.keep_only(branches);
         for entry in self
             .tapes
             .branches

@@ -36,12 +36,7 @@ impl Engine {
         let branches = &self.tapes.branches;
         self.finished
             .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
-        // Branches that stay keep their slots: hints name them.
-        for (at, branch) in self.tapes.branches.iter_mut().enumerate() {
-            if !kept.contains(&at) {
-                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
-            }
-        }
+        self.tapes.keep_only(&kept);
 
         let old = Graph::after(&mut self.graph);
         let mut placements = Numbers::default();

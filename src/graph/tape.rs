@@ -162,6 +162,16 @@ impl Tapes {
         self.notes.live(self.own.len(), placements);
     }
 
+    /// Empties the tapes of all branches but these. Branches keep their numbers: hints name them.
+    pub fn keep_only(&mut self, kept: &[usize]) {
+        debug_assert!(self.branch.is_none());
+        for (at, branch) in self.branches.iter_mut().enumerate() {
+            if !kept.contains(&at) {
+                (branch.tape, branch.ends) = (Vec::new(), Vec::new());
+            }
+        }
+    }
+
     /// Forgets what the last run was made of.
     pub fn forget_run(&mut self) {
         debug_assert!(self.branch.is_none());

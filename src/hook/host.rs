@@ -18,11 +18,12 @@
 //! ```
 //!
 //! Rules:
-//! - who owns a buffer, and how large it is, follows from its address, never from its layout;
+//! - who owns a buffer follows from its address, never from its layout (only `realloc` asks the layout,
+//!   how much to copy);
 //! - what the compiler itself allocates is never served: its entries mark the thread as busy or have
 //!   the engine borrowed, and either sends the allocation on;
-//! - nothing here fails or unwinds (a panic inside ends the process): a strict break is served, a step without memory passes on to the
-//!   wrapped allocator, and the step returns the error at its end;
+//! - nothing here fails or unwinds (a panic inside ends the process): a strict break is served, a step
+//!   without memory passes on to the wrapped allocator, and the step returns the error at its end;
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!
