@@ -35,10 +35,7 @@ mod paged;
 
 pub use paged::{Paged, PagedStats};
 
-use std::sync::Arc;
-
 use candle_core::{DType, Device, Result, Tensor};
-use memory_compiler::device::Host;
 use memory_compiler::{Bytes, Compiled, Compiler, Error, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -102,18 +99,9 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
     };
     match device {
         Device::Cpu => {
-            if !hook::host::is_installed() {
-                return Err(wrap(Error::HookMissing));
-            }
             warm_up(device)?;
-            let host = Host::new(options.granule).map_err(|source| {
-                wrap(Error::Option {
-                    option: "granule",
-                    reason: format!("{}: {source}", options.granule),
-                })
-            })?;
             Ok(Memory {
-                compiler: Compiler::new(Arc::new(host), core).map_err(wrap)?,
+                compiler: hook::host::compiler(options.granule, core).map_err(wrap)?,
             })
         }
         #[cfg(feature = "cuda")]
