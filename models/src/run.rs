@@ -40,6 +40,37 @@ impl Stepper for Plain {
     }
 }
 
+/// What answers for the network: the network, with whatever memory it runs on.
+pub trait Predictor {
+    /// Predicts `v` in one repetition of the step `step`; see [`Denoiser::forward`].
+    fn predict(
+        &mut self,
+        step: &str,
+        latents: &Tensor,
+        timestep: &Tensor,
+        class: &Tensor,
+    ) -> Result<Tensor>;
+}
+
+/// A network of Candle's whose calls go through a stepper.
+struct Stepped<'s, S> {
+    model: &'s dyn Denoiser,
+    stepper: &'s mut S,
+}
+
+impl<S: Stepper> Predictor for Stepped<'_, S> {
+    fn predict(
+        &mut self,
+        step: &str,
+        latents: &Tensor,
+        timestep: &Tensor,
+        class: &Tensor,
+    ) -> Result<Tensor> {
+        let forward = || self.model.forward(latents, timestep, class);
+        Ok(self.stepper.step(step, forward)?)
+    }
+}
+
 /// How the two predictions of guidance are asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum GuidanceMode {
@@ -114,6 +145,15 @@ pub fn sample(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
+    progress: impl FnMut(),
+) -> Result<Tensor> {
+    sample_from(&mut Stepped { model, stepper }, job, progress)
+}
+
+/// The same for any network.
+pub fn sample_from(
+    network: &mut impl Predictor,
+    job: &Job,
     mut progress: impl FnMut(),
 ) -> Result<Tensor> {
     job.check()?;
@@ -128,18 +168,15 @@ pub fn sample(
         let times = |count: usize| Tensor::full(t as f32, count, &Device::Cpu);
         let prediction = if !job.is_guided(index) {
             let timestep = times(count)?;
-            stepper.step("cond", || model.forward(&latents, &timestep, &class))?
+            network.predict("cond", &latents, &timestep, &class)?
         } else if job.mode == GuidanceMode::FlipFlop {
             let timestep = times(count)?;
-            let cond = stepper.step("cond", || model.forward(&latents, &timestep, &class))?;
-            let uncond =
-                stepper.step("uncond", || model.forward(&latents, &timestep, &no_class))?;
+            let cond = network.predict("cond", &latents, &timestep, &class)?;
+            let uncond = network.predict("uncond", &latents, &timestep, &no_class)?;
             guide(&cond, &uncond, job.guidance)?
         } else {
             let (twice, timestep) = (Tensor::cat(&[&latents, &latents], 0)?, times(2 * count)?);
-            let both = stepper.step("batched", || {
-                model.forward(&twice, &timestep, &both_classes)
-            })?;
+            let both = network.predict("batched", &twice, &timestep, &both_classes)?;
             let (cond, uncond) = (both.narrow(0, 0, count)?, both.narrow(0, count, count)?);
             guide(&cond, &uncond, job.guidance)?
         };

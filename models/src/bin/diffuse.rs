@@ -17,7 +17,7 @@ use memory_compiler_models::{
     weights::{Source, load, load_paged},
 };
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -32,6 +32,9 @@ struct Arguments {
     /// The network.
     #[arg(long, value_enum, default_value = "unet")]
     model: ModelKind,
+    /// What computes the network; noise, guidance and samplers are the same for both.
+    #[arg(long, value_enum, default_value = "candle")]
+    framework: Framework,
     /// The way from noise to an image.
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
@@ -103,6 +106,32 @@ impl Memory {
             ..defaults
         }
     }
+
+    #[cfg(feature = "burn")]
+    fn burn_options(&self) -> memory_compiler_burn::Options {
+        let Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+        } = self.options();
+        memory_compiler_burn::Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+        }
+    }
+}
+
+/// What computes the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Framework {
+    Candle,
+    #[cfg(feature = "burn")]
+    Burn,
 }
 
 /// Which digits to draw.
@@ -151,6 +180,10 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
+    #[cfg(feature = "burn")]
+    if arguments.framework == Framework::Burn {
+        return draw_with_burn(arguments, &job, source);
+    }
     let (model, paged) = match arguments.memory.weight_budget {
         Some(budget) => {
             let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
@@ -178,13 +211,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
         }
         (false, _) => None,
     };
-    sheet::write(&images, columns, &arguments.out)?;
-    println!(
-        "{} images in {:.2} s: {}",
-        images.dim(0)?,
-        time.as_secs_f64(),
-        arguments.out.display()
-    );
+    write(&images, columns, &arguments.out, time)?;
     if let Some(compiled) = &mut compiled {
         println!("{}", compiled.stats());
     }
@@ -193,6 +220,60 @@ fn draw(arguments: &Arguments) -> Result<()> {
     }
     match plain {
         Some((plain, plain_time, _)) => compare(&images, time, &plain, plain_time),
+        None => Ok(()),
+    }
+}
+
+fn write(images: &Tensor, columns: usize, out: &Path, time: Duration) -> Result<()> {
+    sheet::write(images, columns, out)?;
+    println!(
+        "{} images in {:.2} s: {}",
+        images.dim(0)?,
+        time.as_secs_f64(),
+        out.display()
+    );
+    Ok(())
+}
+
+/// The same with the network in Burn.
+#[cfg(feature = "burn")]
+fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Result<()> {
+    use memory_compiler_models::burn::{Network, Session, device};
+    use memory_compiler_models::run::sample_from;
+
+    let memory = &arguments.memory;
+    if memory.weight_budget.is_some() {
+        let why = "--weight-budget pages weights of Candle's; leave it out with --framework burn";
+        return Err(Error::Setting(why.into()));
+    }
+    let device = device("cpu")?;
+    let network = Network::load(arguments.model, source, &device)?;
+    sheet::check_writable(&arguments.out)?;
+    let plain = Network::clone(&network);
+    let options = (!memory.no_compile).then(|| memory.burn_options());
+    let mut session = Session::new(network, &device, options.as_ref())?;
+    let title = if memory.no_compile {
+        "plain memory"
+    } else {
+        "compiled memory"
+    };
+    let (images, time) = watch(job, title, |progress| {
+        sample_from(&mut session, job, progress)
+    })?;
+    let plain = match memory.compare {
+        true => {
+            let mut plain = Session::new(plain, &device, None)?;
+            let draw = |progress: &mut dyn FnMut()| sample_from(&mut plain, job, progress);
+            Some(watch(job, "plain memory", draw)?)
+        }
+        false => None,
+    };
+    write(&images, job.classes.len(), &arguments.out, time)?;
+    if let Some(stats) = session.stats() {
+        println!("{stats}");
+    }
+    match plain {
+        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
         None => Ok(()),
     }
 }
@@ -232,24 +313,35 @@ impl<S: Stepper> Stepper for Counted<'_, S> {
     }
 }
 
-/// Draws the images with a progress bar; says how long it took and how many calls of the model.
+/// Draws the images of a network of Candle's; says how long it took and how many calls of the model.
 fn run(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
     title: &'static str,
 ) -> Result<(Tensor, Duration, u64)> {
+    let mut stepper = Counted { stepper, calls: 0 };
+    let draw = |progress: &mut dyn FnMut()| sample(model, job, &mut stepper, progress);
+    let (images, time) = watch(job, title, draw)?;
+    Ok((images, time, stepper.calls))
+}
+
+/// Draws with a progress bar; says how long it took.
+fn watch(
+    job: &Job,
+    title: &'static str,
+    draw: impl FnOnce(&mut dyn FnMut()) -> Result<Tensor>,
+) -> Result<(Tensor, Duration)> {
     let bar = ProgressBar::new(job.steps as u64).with_message(title);
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
     {
         bar.set_style(style);
     }
     let started = Instant::now();
-    let mut stepper = Counted { stepper, calls: 0 };
-    let images = sample(model, job, &mut stepper, || bar.inc(1));
+    let images = draw(&mut || bar.inc(1));
     let time = started.elapsed();
     bar.finish_and_clear();
-    Ok((images?, time, stepper.calls))
+    Ok((images?, time))
 }
 
 /// Says whether both runs drew the same, bit for bit; an error when they did not.
