@@ -31,7 +31,6 @@ use std::time::{Duration, Instant};
 
 use super::Engine;
 use crate::error::Error;
-use crate::graph::live::LiveTable;
 use crate::graph::tape::SURVIVOR;
 use crate::graph::{Graph, Kind, ends};
 use crate::mix::MixBuild;
@@ -151,11 +150,7 @@ impl Engine {
     /// Makes the graph of these branches afresh, with each placement at its new start.
     fn rebuild(&mut self, branches: &[usize], starts: &Numbers) {
         let old = Graph::after(&mut self.graph);
-        let granule_units = (self.arena.granule().0 / ALIGNMENT.0) as u32;
-        let old_table = std::mem::replace(
-            &mut self.table,
-            LiveTable::new(granule_units, self.arena.placer.page_ranges()[1].0),
-        );
+        let old_table = std::mem::take(&mut self.table);
         // What is live stays where it is; an obstacle is never again what it was to the state.
         for number in old_table.iter() {
             let mut placement = old.placements[number as usize];
@@ -168,7 +163,7 @@ impl Engine {
                 }
                 Kind::Survivor | Kind::Young => self.graph.keep_placement(placement),
             };
-            self.table.set_known(slot, number);
+            self.set_known(number);
         }
         let (mut placements, mut edges) = (Numbers::default(), Numbers::default());
         self.tapes.keep_only(branches);
