@@ -166,7 +166,9 @@ impl Cuda {
     }
 }
 
-impl Device for Cuda {
+// SAFETY: ranges, pages and mappings are the driver's, which hands no address out twice; the books refuse to
+// give a range or a page back while a mapping of it is left. None of it is memory of this machine.
+unsafe impl Device for Cuda {
     fn granule(&self) -> Bytes {
         self.granule
     }

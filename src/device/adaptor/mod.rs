@@ -95,7 +95,8 @@ macro_rules! forward {
 }
 use forward;
 
-impl<D: Device + ?Sized> Device for Arc<D> {
+// SAFETY: every method is that of the device itself, which keeps the contract.
+unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
         synchronise, fence, wait, memory, write, read, fill);
