@@ -341,6 +341,20 @@ impl Arena {
             self.pages.map(first, &ids)?;
         }
         let (away, gone) = self.placer.install(first, &frames, kept);
+        for id in self.take_away(away, gone).0 {
+            // A page that the device does not take stays spare.
+            drop(self.pages.give_back(id));
+        }
+        for frame in frames {
+            self.incomplete.remove(frame);
+        }
+        self.pages.budget.note_return();
+        Ok(first)
+    }
+
+    /// Takes mappings away that the placer has forgotten, and the pages of frames that it has. Returns the
+    /// pages that stand nowhere now, and whether every mapping is gone.
+    fn take_away(&mut self, away: Vec<(u32, u32)>, gone: Vec<u32>) -> (Vec<PageId>, bool) {
         // The last page of each frame whose mapping the device did not take away.
         let mut stuck = HashMap::new();
         for (page, frame) in away {
@@ -348,21 +362,35 @@ impl Arena {
                 stuck.insert(frame, page);
             }
         }
+        let mut free = Vec::new();
         for frame in gone {
             self.incomplete.remove(frame);
             if let Some(id) = self.page_of[frame as usize].take() {
                 match stuck.get(&frame) {
                     Some(&page) => self.pages.discard(page, &[id]),
-                    // A page that the device does not take stays spare.
-                    None => drop(self.pages.give_back(id)),
+                    None => free.push(id),
                 }
             }
         }
-        for frame in frames {
-            self.incomplete.remove(frame);
+        (free, stuck.is_empty())
+    }
+
+    /// Takes the windows of a space away of which no page is among `used`, and leaves their memory to
+    /// whoever needs the next page. `used` has all pages under live buffers and under what edges mention,
+    /// counted from the first of the space. A refusal changes nothing.
+    pub fn sweep(&mut self, space: Space, used: &BitSet) -> Result<(), Refusal> {
+        if self.placer.unused_count(space, used) > 0 {
+            // Work may still use them.
+            self.pages.synchronise()?;
+            let (away, gone) = self.placer.sweep(space, used);
+            let (free, is_clear) = self.take_away(away, gone);
+            free.into_iter().for_each(|id| self.pages.keep(id));
+            if !is_clear {
+                // Places that are still mapped are for the time when no others are left.
+                self.placer.forget_holes(space);
+            }
         }
-        self.pages.budget.note_return();
-        Ok(first)
+        Ok(())
     }
 
     /// Gives the memory of all idle frames back; their virtual pages and numbers stay.
@@ -374,6 +402,7 @@ impl Arena {
             .filter(|&f| self.page_of[f as usize].is_some())
             .collect();
         let trimmed = self.trim_frames(&idle);
+        self.pages.shed();
         self.pages.budget.note_return();
         trimmed?;
         Ok(Bytes(before - self.held().0))
