@@ -141,11 +141,43 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     })
 }
 
+/// Whether a step serves allocations of GPU memory for a stream.
+#[cfg(feature = "cuda")]
+#[inline]
+fn serves(engine: &Engine, stream: Option<StreamId>, context: impl Fn() -> Option<u64>) -> bool {
+    engine.gpu.is_some_and(|gpu| {
+        stream.map_or(!gpu.has_pools, |stream| stream == engine.stream)
+            && context().is_none_or(|context| context == gpu.context)
+    })
+}
+
+/// What [`alloc_gpu`] does where the innermost step serves the stream and its tape answers; else nothing
+/// has happened.
+#[cfg(feature = "cuda")]
+#[inline]
+pub(crate) fn replay_gpu(
+    stream: Option<StreamId>,
+    size: Bytes,
+    context: impl Fn() -> Option<u64>,
+) -> Option<Address> {
+    if BUSY.get() > 0 {
+        return None;
+    }
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active.last_mut()?;
+        if !serves(engine, stream, context) {
+            return None;
+        }
+        engine.replay(size, OnError::Refuse)
+    })
+}
+
 /// Serves an allocation of GPU memory from the innermost step of this thread that serves `stream` (none
 /// for the synchronous call) of the device that `context` names, where it must be told; `Ok(None)` where
 /// there is none. An error is for the step of that serial, if nobody else has memory.
 #[cfg(feature = "cuda")]
-#[inline]
+#[cold]
 pub(crate) fn alloc_gpu(
     stream: Option<StreamId>,
     size: Bytes,
@@ -154,12 +186,7 @@ pub(crate) fn alloc_gpu(
     if Bookkeeping::is_going_on() {
         return Ok(None);
     }
-    let serves = |engine: &Engine| {
-        engine.gpu.is_some_and(|gpu| {
-            stream.map_or(!gpu.has_pools, |stream| stream == engine.stream)
-                && context().is_none_or(|context| context == gpu.context)
-        })
-    };
+    let serves = |engine: &Engine| serves(engine, stream, &context);
     ACTIVE.with(|active| {
         let Ok(mut active) = active.try_borrow_mut() else {
             return Ok(None);
@@ -239,6 +266,30 @@ pub fn free(address: Address) -> Result<(), Error> {
 /// # Errors
 /// As [`free`], and [`Error::Device`] when the device refuses a fence (the buffer then stays live).
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
+    if free_replayed(stream, address) {
+        return Ok(());
+    }
+    free_on_any(stream, address)
+}
+
+/// What [`free_on`] does for a buffer of the innermost step of this thread and its stream; else nothing
+/// has happened.
+#[inline]
+pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
+    ACTIVE.with(|active| {
+        let Ok(mut active) = active.try_borrow_mut() else {
+            return false;
+        };
+        active.last_mut().is_some_and(|engine| {
+            engine.stream == stream
+                && engine.shared.contains(address)
+                && engine.free_live(address, By::Program)
+        })
+    })
+}
+
+#[cold]
+fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active

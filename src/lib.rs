@@ -23,6 +23,7 @@ mod mix;
 mod options;
 mod pages;
 mod placer;
+mod prefetch;
 mod scopes;
 mod stats;
 mod watch;

@@ -18,12 +18,10 @@
 use std::collections::HashMap;
 
 use super::Engine;
-use crate::graph::live::LiveTable;
 use crate::graph::tape::SURVIVOR;
 use crate::graph::{Graph, Kind};
 use crate::mix::MixBuild;
 use crate::placer::{Place, Space};
-use crate::units::ALIGNMENT;
 
 pub(super) type Numbers = HashMap<u32, u32, MixBuild>;
 
@@ -38,9 +36,7 @@ impl Engine {
     pub(super) fn rebuild(&mut self, branches: &[usize], starts: Option<&Numbers>) {
         debug_assert_eq!(self.own_count, 0);
         let old = Graph::after(&mut self.graph);
-        let granule_units = (self.arena.granule().0 / ALIGNMENT.0) as u32;
-        let table = LiveTable::new(granule_units, self.arena.placer.page_ranges()[1].0);
-        let old_table = std::mem::replace(&mut self.table, table);
+        let old_table = std::mem::take(&mut self.table);
         let (mut placements, mut edges) = (Numbers::default(), Numbers::default());
         // What is live stays where it is.
         for (old_slot, old_number) in old_table.live() {
@@ -57,7 +53,7 @@ impl Engine {
                 placements.insert(old_number, number);
                 number
             };
-            self.table.set_known(slot, number);
+            self.set_known(number);
             if old_table.is_hooked(old_slot) {
                 self.table.mark_hooked(slot);
             }

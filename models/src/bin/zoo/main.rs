@@ -130,8 +130,13 @@ fn run(arguments: &Arguments) -> Result<bool> {
     }
     for _ in 0..arguments.rounds {
         for &pace in paces {
-            for subject in &mut subjects {
-                bench.time(subject, pace, arguments.steps)?;
+            match pace {
+                Pace::Sync => bench.time_in_turn(&mut subjects, arguments.steps)?,
+                Pace::Free => {
+                    for subject in &mut subjects {
+                        bench.time(subject, pace, arguments.steps)?;
+                    }
+                }
             }
         }
     }
@@ -187,7 +192,7 @@ fn check(subject: &Subject, first: &Subject) -> bool {
 
 fn print_titles() {
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         "model",
         "who",
         "sync",
@@ -195,6 +200,7 @@ fn print_titles() {
         "least",
         "enqueue",
         "least",
+        "ns/call",
         "ratio",
         "buffers",
         "calls",
@@ -219,7 +225,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
     let (facts, times) = (&subject.facts, &subject.times[pace as usize]);
     let (latency, enqueue) = (summary(&times.latency), summary(&times.enqueue));
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7.0} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         name.to_lowercase(),
         format!("{:?}", subject.allocator).to_lowercase(),
         if pace == Pace::Sync { "each" } else { "none" },
@@ -227,6 +233,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
         ms(latency.1),
         ms(enqueue.0),
         ms(enqueue.1),
+        facts.call,
         default.as_secs_f64() / latency.0.as_secs_f64(),
         facts.buffers,
         facts.calls,
