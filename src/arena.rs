@@ -8,7 +8,8 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames.
+//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames, then waits for
+//! the device and asks the driver for what its pool keeps. Only then there is no memory.
 //!
 //! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
 
@@ -184,8 +185,9 @@ impl Arena {
     /// Takes `count` pages, all or none.
     fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
         let mut new = Vec::with_capacity(count);
+        let mut reclaimed = false;
         while new.len() < count {
-            match self.pages.take() {
+            match self.pages.take_free() {
                 Ok(id) => new.push(id),
                 // Weights go first, then idle memory of the other space.
                 Err(Refused {
@@ -193,7 +195,14 @@ impl Arena {
                     ..
                 }) if self.evict_weights((count - new.len()) as u64)
                     || self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
-                Err(error) => {
+                Err(mut error) => {
+                    if matches!(error.source, DeviceError::OutOfMemory { .. }) && !reclaimed {
+                        reclaimed = true;
+                        match self.pages.reclaim() {
+                            Ok(()) => continue,
+                            Err(refused) => error = refused,
+                        }
+                    }
                     for id in new {
                         drop(self.pages.give_back(id));
                     }
@@ -408,7 +417,8 @@ impl Arena {
         Ok(Bytes(before - self.held().0))
     }
 
-    /// Makes the frames under `place` complete. A refusal leaves what it could complete.
+    /// Makes the frames under `place` complete. Where there is no memory for all of them nothing changes;
+    /// another refusal leaves what it could complete.
     pub fn complete(&mut self, place: Place) -> Result<(), Refusal> {
         if self.is_complete(place) {
             return Ok(());
@@ -435,19 +445,27 @@ impl Arena {
             .filter(|&&frame| self.page_of[frame as usize].is_none())
             .count();
         self.check_budget(without as u64, frames)?;
+        let mut new = self.take_pages(without, frames)?;
         for frame in missing {
-            if self.page_of[frame as usize].is_none() {
-                let id = self.take_pages(1, frames)?[0];
-                self.page_of[frame as usize] = Some(id);
-            }
-            let id = self.page_of[frame as usize].expect("taken above");
-            for i in 0..self.placer.aliases(frame).len() {
-                let page = self.placer.aliases(frame)[i];
-                if !self.pages.is_mapped(page) {
-                    self.pages.map(page, &[id])?;
-                }
+            let page = &mut self.page_of[frame as usize];
+            let id = *page.get_or_insert_with(|| new.pop().expect("one page for each without"));
+            if let Err(refused) = self.map_frame(frame, id) {
+                new.into_iter()
+                    .for_each(|id| drop(self.pages.give_back(id)));
+                return Err(refused.into());
             }
             self.incomplete.remove(frame);
+        }
+        Ok(())
+    }
+
+    /// Maps a page under all virtual pages of a frame.
+    fn map_frame(&mut self, frame: u32, id: PageId) -> Result<(), Refused> {
+        for i in 0..self.placer.aliases(frame).len() {
+            let page = self.placer.aliases(frame)[i];
+            if !self.pages.is_mapped(page) {
+                self.pages.map(page, &[id])?;
+            }
         }
         Ok(())
     }

@@ -28,6 +28,7 @@ pub enum Call {
     Fence,
     Wait,
     Memory,
+    TrimPool,
     Write,
     Read,
     Fill,

@@ -216,14 +216,7 @@ unsafe impl Device for Cuda {
 
     fn create(&self) -> Result<PageId, DeviceError> {
         let _current = self.enter(Call::Create)?;
-        let mut created = self.gpu.create(self.granule);
-        if matches!(created, Err(DeviceError::OutOfMemory { .. })) && self.has_pools {
-            // The driver's pool keeps what was freed until the device is waited for.
-            self.gpu.synchronise()?;
-            self.gpu.trim_pool()?;
-            created = self.gpu.create(self.granule);
-        }
-        match created {
+        match self.gpu.create(self.granule) {
             Ok(handle) => Ok(self.books().add_page(handle)),
             Err(DeviceError::OutOfMemory { .. }) => Err(DeviceError::OutOfMemory {
                 info: self.gpu.memory()?,
@@ -332,6 +325,14 @@ unsafe impl Device for Cuda {
         }
         self.gpu.destroy(event);
         Ok(())
+    }
+
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        if !self.has_pools {
+            return Ok(());
+        }
+        let _current = self.enter(Call::TrimPool)?;
+        self.gpu.trim_pool()
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

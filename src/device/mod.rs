@@ -122,6 +122,13 @@ pub unsafe trait Device: Debug + Send + Sync {
     /// Makes work that is enqueued on `stream` from now on wait for `fence`, and forgets the fence.
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
 
+    /// Lets the driver give back what its own pool keeps of memory that was freed to it, so that `create` may
+    /// get it. Work that was enqueued before is waited for first, by the caller. A device without a pool has
+    /// nothing to do; one that stands on another asks it.
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Physical memory, free and in total.
     fn memory(&self) -> Result<MemoryInfo, DeviceError>;
 

@@ -206,6 +206,10 @@ unsafe impl<D: Device> Device for Counting<D> {
         self.counted(Call::Wait, |d| d.wait(stream, fence), no_change)
     }
 
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        self.counted(Call::TrimPool, Device::trim_pool, no_change)
+    }
+
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
         self.counted(Call::Memory, Device::memory, no_change)
     }

@@ -222,6 +222,10 @@ unsafe impl<D: Device> Device for Failing<D> {
         self.unless_planned(Call::Wait, |d| d.wait(stream, fence))
     }
 
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        self.unless_planned(Call::TrimPool, Device::trim_pool)
+    }
+
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
         self.unless_planned(Call::Memory, Device::memory)
     }
