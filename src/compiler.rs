@@ -10,8 +10,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crate::arena::Arena;
+use crate::bookkeeping::Bookkeeping;
 use crate::budget::Budget;
-use crate::current::{self, Bookkeeping};
+use crate::current;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;

@@ -11,9 +11,11 @@ pub mod validate;
 
 mod arena;
 mod bits;
+mod bookkeeping;
 mod budget;
 mod compiler;
 mod current;
+mod device_error;
 mod engine;
 mod error;
 mod graph;

@@ -10,6 +10,7 @@
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
+//!   the graph made afresh for either; windows that nothing uses               (rebuild.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -23,6 +24,7 @@
 mod compile;
 mod forget;
 mod handover;
+mod rebuild;
 mod record;
 mod shared;
 mod steps;
@@ -157,6 +159,8 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most placements, of edges and of survivors.
+    place_limit: usize,
     /// Most scope paths and positions.
     scope_limit: usize,
     paused: u32,
@@ -232,6 +236,7 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            place_limit: 2 * options.edge_limit as usize,
             scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
@@ -522,7 +527,14 @@ impl Engine {
     fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
         self.sync_placer();
         self.arena.is_pinned = self.shared.is_pinned();
-        let place = self.arena.place(len, space);
+        let mut place = self.arena.place(len, space);
+        if space == Space::Survivors
+            && place == Err(Refusal::AddressSpace)
+            && !self.arena.is_pinned
+            && self.sweep_survivors()
+        {
+            place = self.arena.place(len, space);
+        }
         self.note_trims();
         let place = place.map_err(|refusal| self.error(refusal, len))?;
         let number = match self.graph.placement_at(place) {

@@ -11,7 +11,7 @@ use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::{SURVIVOR, Tapes};
-use crate::placer::NO_FRAME;
+use crate::placer::{NO_FRAME, Space};
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -66,11 +66,18 @@ impl Engine {
         (self.young_count, self.young_len) = (0, 0);
     }
 
-    /// Takes windows away that no edge mentions, before new ones use the addresses up.
+    /// Takes windows away that nothing uses, before new ones use the addresses up.
     fn reclaim_when_crowded(&mut self) {
+        if self.shared.is_pinned() {
+            return;
+        }
+        if self.arena.placer.is_crowded(Space::Survivors) {
+            self.sync_placer();
+            self.sweep_survivors();
+        }
         // Where it does not help, as beside a buffer that never goes, it is not tried at every step.
         let is_soon = self.totals.recorded < self.reclaim_at;
-        if is_soon || self.shared.is_pinned() || !self.arena.placer.is_crowded() {
+        if is_soon || !self.arena.placer.is_crowded(Space::Step) {
             return;
         }
         self.reclaim_at = self.totals.recorded + RECLAIM_EVERY;
@@ -78,7 +85,7 @@ impl Engine {
             Ok(compiled) => tracing::debug!(?compiled, "addresses were running out"),
             Err(error) => tracing::warn!(%error, "addresses are running out"),
         }
-        self.arena.placer.look_again_later();
+        self.arena.placer.look_again_later(Space::Step);
     }
 
     /// Compiles after as many steps without a recording as the option says, once.

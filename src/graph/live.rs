@@ -197,23 +197,15 @@ impl LiveTable {
         entry.known = live.number + 1;
     }
 
-    /// Gives placements new numbers. The placer is up to date, so both columns name the same ones.
-    pub fn renumber(&mut self, new: impl Fn(u32) -> u32) {
-        debug_assert!(self.dirty.is_empty());
-        for slot in &mut self.slots {
-            for entry in [&mut slot.live, &mut slot.known] {
-                if let Some(number) = (*entry & NUMBER).checked_sub(1) {
-                    *entry = *entry & HOOKED | (new(number) + 1);
-                }
-            }
-        }
-    }
-
     /// Placements that are live.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
-        self.slots
-            .iter()
-            .filter_map(|slot| (slot.live & NUMBER).checked_sub(1))
+        self.live().map(|(_, number)| number)
+    }
+
+    /// Slots with the placements that are live there.
+    pub fn live(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let slots = (0..).zip(&self.slots);
+        slots.filter_map(|(at, slot)| Some((at, (slot.live & NUMBER).checked_sub(1)?)))
     }
 
     /// Brings what an alloc at a slot and the free of it will touch nearer to the processor.

@@ -37,7 +37,7 @@
 //! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
 //! may free its buffers.
 //!
-//! May import: `current`, `device`, `error`, `units`.
+//! May import: `bookkeeping`, `current`, `device`, `error`, `units`.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -47,6 +47,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys;
 
+use crate::bookkeeping::Bookkeeping;
 use crate::current;
 use crate::device::{Cuda, DeviceError, StreamId};
 use crate::error::{BadFree, Error};
@@ -178,7 +179,7 @@ fn load() -> Driver {
 fn driver() -> &'static Driver {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     DRIVER.get_or_init(|| {
-        let _bookkeeping = current::Bookkeeping::begin();
+        let _bookkeeping = Bookkeeping::begin();
         load()
     })
 }
