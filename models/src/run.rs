@@ -42,6 +42,9 @@ impl Stepper for Plain {
 
 /// What answers for the network: the network, with whatever memory it runs on.
 pub trait Predictor {
+    /// Where the tensors that it is given must be.
+    fn device(&self) -> &Device;
+
     /// Predicts `v` in one repetition of the step `step`; see [`Denoiser::forward`].
     fn predict(
         &mut self,
@@ -59,6 +62,10 @@ struct Stepped<'s, S> {
 }
 
 impl<S: Stepper> Predictor for Stepped<'_, S> {
+    fn device(&self) -> &Device {
+        self.model.device()
+    }
+
     fn predict(
         &mut self,
         step: &str,
@@ -138,7 +145,8 @@ impl Job {
     }
 }
 
-/// Draws the images of `job`: `(samples · classes, 1, 28, 28)`, the classes of one sample together.
+/// Draws the images of `job` on the model's device: `(samples · classes, 1, 28, 28)`, the classes of one
+/// sample together. The noise is made on the CPU, so that it is the same everywhere.
 ///
 /// Calls `progress` after every step of the sampler.
 pub fn sample(
@@ -158,14 +166,15 @@ pub fn sample_from(
 ) -> Result<Tensor> {
     job.check()?;
     let count = job.samples * job.classes.len();
-    let class = Tensor::from_vec(job.classes.repeat(job.samples), count, &Device::Cpu)?;
-    let no_class = Tensor::full(NO_CLASS, count, &Device::Cpu)?;
+    let device = &network.device().clone();
+    let class = Tensor::from_vec(job.classes.repeat(job.samples), count, device)?;
+    let no_class = Tensor::full(NO_CLASS, count, device)?;
     let both_classes = Tensor::cat(&[&class, &no_class], 0)?;
     let shape = (count, 1, IMAGE_SIDE, IMAGE_SIDE);
-    let mut latents = rng::normal(&mut rng::seeded(job.seed, &[]), shape)?;
+    let mut latents = rng::normal(&mut rng::seeded(job.seed, &[]), shape)?.to_device(device)?;
     let mut sampler = Sampler::new(job.method, job.steps);
     for (index, t) in sampler.timesteps().into_iter().enumerate() {
-        let times = |count: usize| Tensor::full(t as f32, count, &Device::Cpu);
+        let times = |count: usize| Tensor::full(t as f32, count, device);
         let prediction = if !job.is_guided(index) {
             let timestep = times(count)?;
             network.predict("cond", &latents, &timestep, &class)?

@@ -166,7 +166,9 @@ impl Cuda {
     }
 }
 
-impl Device for Cuda {
+// SAFETY: ranges, pages and mappings are the driver's, which hands no address out twice; the books refuse to
+// give a range or a page back while a mapping of it is left. None of it is memory of this machine.
+unsafe impl Device for Cuda {
     fn granule(&self) -> Bytes {
         self.granule
     }
@@ -214,14 +216,7 @@ impl Device for Cuda {
 
     fn create(&self) -> Result<PageId, DeviceError> {
         let _current = self.enter(Call::Create)?;
-        let mut created = self.gpu.create(self.granule);
-        if matches!(created, Err(DeviceError::OutOfMemory { .. })) && self.has_pools {
-            // The driver's pool keeps what was freed until the device is waited for.
-            self.gpu.synchronise()?;
-            self.gpu.trim_pool()?;
-            created = self.gpu.create(self.granule);
-        }
-        match created {
+        match self.gpu.create(self.granule) {
             Ok(handle) => Ok(self.books().add_page(handle)),
             Err(DeviceError::OutOfMemory { .. }) => Err(DeviceError::OutOfMemory {
                 info: self.gpu.memory()?,
@@ -330,6 +325,14 @@ impl Device for Cuda {
         }
         self.gpu.destroy(event);
         Ok(())
+    }
+
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        if !self.has_pools {
+            return Ok(());
+        }
+        let _current = self.enter(Call::TrimPool)?;
+        self.gpu.trim_pool()
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

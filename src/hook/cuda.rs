@@ -41,7 +41,7 @@
 //! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
 //! may free its buffers.
 //!
-//! May import: `compiler`, `current`, `device`, `error`, `options`, `units`.
+//! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -51,6 +51,7 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 
+use crate::bookkeeping::Bookkeeping;
 use crate::compiler::Compiler;
 use crate::current;
 use crate::device::{Call, Cuda, DeviceError, StreamId};
@@ -161,7 +162,7 @@ impl Driver {
     /// The calls as the driver's library exports them; none where there is no driver.
     #[must_use]
     pub fn exported() -> Self {
-        let _bookkeeping = current::Bookkeeping::begin();
+        let _bookkeeping = Bookkeeping::begin();
         load()
     }
 }
@@ -358,6 +359,24 @@ fn serve(
     if at.is_null() {
         return pass_on(size, upstream);
     }
+    let size_bytes = Bytes(size as u64);
+    if let Some(address) = current::replay_gpu(stream, size_bytes, &context) {
+        // SAFETY: not null, so writable by the caller's contract.
+        unsafe { at.write(address.0) };
+        return SUCCESS;
+    }
+    serve_slow(at, size, stream, context, upstream)
+}
+
+/// An allocation that no tape answers.
+#[cold]
+fn serve_slow(
+    at: *mut u64,
+    size: usize,
+    stream: Option<StreamId>,
+    context: impl Fn() -> Option<u64>,
+    upstream: impl FnOnce() -> Code,
+) -> Code {
     match current::alloc_gpu(stream, Bytes(size as u64), context) {
         Ok(Some(address)) => {
             // SAFETY: not null, so writable by the caller's contract.
@@ -397,11 +416,14 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
     if at == 0 && is_probe(PROBE_FREE_ASYNC) {
         return SUCCESS;
     }
-    let address = Address(at);
-    if current::may_own(address)
-        && let Some(code) = code_of(current::free_on(StreamId(stream.addr() as u64), address))
-    {
-        return code;
+    let (address, on) = (Address(at), StreamId(stream.addr() as u64));
+    if current::may_own(address) {
+        if current::free_replayed(on, address) {
+            return SUCCESS;
+        }
+        if let Some(code) = code_of(current::free_on(on, address)) {
+            return code;
+        }
     }
     FREES.fetch_add(1, Ordering::Relaxed);
     let Some(call) = driver().free_async else {
@@ -436,7 +458,7 @@ pub unsafe fn free(at: u64) -> Code {
 }
 
 /// What a free returns; `None` when no compiler owns the address.
-#[inline]
+#[cold]
 fn code_of(freed: Result<(), Error>) -> Option<Code> {
     match freed {
         Ok(()) => Some(SUCCESS),

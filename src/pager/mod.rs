@@ -42,8 +42,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! May import: layers 0 and 3, `pages`, `budget`; `current` for the mark that keeps a step from serving
-//! the pager's own books.
+//! May import: layers 0 and 3, `pages`, `budget`.
 
 mod books;
 
@@ -52,8 +51,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use self::books::Books;
+use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
-use crate::current::Bookkeeping;
 use crate::device::Device;
 use crate::error::Error;
 use crate::pages::Refused;

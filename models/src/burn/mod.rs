@@ -132,6 +132,10 @@ impl Session {
 }
 
 impl Predictor for Session {
+    fn device(&self) -> &candle_core::Device {
+        &candle_core::Device::Cpu
+    }
+
     fn predict(
         &mut self,
         step: &str,
@@ -162,20 +166,18 @@ fn refused(error: impl Debug) -> Error {
     Error::Setting(format!("Burn could not read the prediction: {error:?}"))
 }
 
-/// The device of a name: `cpu`, or, in a build with the feature `burn-cuda`, `cuda` and `cuda:1`.
+/// The CPU, or, in a build with the feature `burn-cuda`, the GPU of a number.
 ///
 /// # Errors
-/// When it is none, or none of this build.
-pub fn device(name: &str) -> Result<Device> {
-    let (kind, index) = name.split_once(':').unwrap_or((name, "0"));
-    match (kind, index.parse::<usize>()) {
-        ("cpu", _) if name == kind => Ok(Device::flex()),
+/// For a GPU in another build.
+pub fn device(gpu: Option<usize>) -> Result<Device> {
+    match gpu {
+        None => Ok(Device::flex()),
         #[cfg(feature = "burn-cuda")]
-        ("cuda", Ok(index)) => Ok(Device::cuda(index)),
+        Some(number) => Ok(Device::cuda(number)),
         #[cfg(not(feature = "burn-cuda"))]
-        ("cuda", Ok(_)) => Err(Error::Setting(
-            "this build runs Burn on the CPU; for NVIDIA GPUs: --features burn-cuda".into(),
+        Some(_) => Err(Error::Setting(
+            "this build runs Burn on the CPU; `--features burn-cuda` adds GPUs".into(),
         )),
-        _ => Err(Error::Setting(format!("no device is called {name}"))),
     }
 }

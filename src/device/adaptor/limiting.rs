@@ -41,10 +41,12 @@ impl<D: Device> Limiting<D> {
     }
 }
 
-impl<D: Device> Device for Limiting<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
         granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
-        synchronise, fence, wait, write, read, fill);
+        synchronise, fence, wait, trim_pool, write, read, fill);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.
     fn create(&self) -> Result<PageId, DeviceError> {

@@ -75,6 +75,9 @@ macro_rules! forward {
     (@ wait $self:ident $upstream:expr) => {
         forward!(@@ wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ trim_pool $self:ident $upstream:expr) => {
+        forward!(@@ trim_pool() -> Result<(), DeviceError>, $self $upstream);
+    };
     (@ memory $self:ident $upstream:expr) => {
         forward!(@@ memory() -> Result<MemoryInfo, DeviceError>, $self $upstream);
     };
@@ -95,10 +98,11 @@ macro_rules! forward {
 }
 use forward;
 
-impl<D: Device + ?Sized> Device for Arc<D> {
+// SAFETY: every method is that of the device itself, which keeps the contract.
+unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, memory, write, read, fill);
+        synchronise, fence, wait, trim_pool, memory, write, read, fill);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

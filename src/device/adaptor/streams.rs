@@ -219,9 +219,11 @@ fn split_mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-impl<D: Device> Device for Streams<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill);
 
     /// Runs everything that is enqueued.
     fn synchronise(&self) -> Result<(), DeviceError> {

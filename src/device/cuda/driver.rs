@@ -233,7 +233,7 @@ impl Gpu {
             sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device)
         })?;
         // SAFETY: the default pool lives as long as its device.
-        check(Call::Create, unsafe { sys::cuMemPoolTrimTo(pool, 0) })
+        check(Call::TrimPool, unsafe { sys::cuMemPoolTrimTo(pool, 0) })
     }
 
     pub fn release(&self, page: Handle) -> Result<(), DeviceError> {

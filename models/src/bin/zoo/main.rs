@@ -113,7 +113,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     bench.warm(&network)?;
     let (allocators, paces): (&[Allocator], &[Pace]) = if arguments.compare {
         (
-            &[Allocator::Default, Allocator::Fixed, Allocator::Compiled],
+            &[Allocator::Default, Allocator::Compiled, Allocator::Fixed],
             &[Pace::Sync, Pace::Free],
         )
     } else {
@@ -130,11 +130,13 @@ fn run(arguments: &Arguments) -> Result<bool> {
     }
     for _ in 0..arguments.rounds {
         for &pace in paces {
-            for subject in &mut subjects {
-                bench.time(subject, pace, arguments.steps)?;
+            match pace {
+                Pace::Sync => bench.time_in_turn(&mut subjects, arguments.steps)?,
+                Pace::Free => bench.time_all(&mut subjects, pace, arguments.steps)?,
             }
         }
     }
+    subjects.sort_by_key(|subject| subject.allocator as usize);
     if !arguments.bare {
         print_titles();
     }
@@ -187,7 +189,7 @@ fn check(subject: &Subject, first: &Subject) -> bool {
 
 fn print_titles() {
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         "model",
         "who",
         "sync",
@@ -195,6 +197,7 @@ fn print_titles() {
         "least",
         "enqueue",
         "least",
+        "ns/call",
         "ratio",
         "buffers",
         "calls",
@@ -219,7 +222,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
     let (facts, times) = (&subject.facts, &subject.times[pace as usize]);
     let (latency, enqueue) = (summary(&times.latency), summary(&times.enqueue));
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7.0} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         name.to_lowercase(),
         format!("{:?}", subject.allocator).to_lowercase(),
         if pace == Pace::Sync { "each" } else { "none" },
@@ -227,6 +230,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
         ms(latency.1),
         ms(enqueue.0),
         ms(enqueue.1),
+        facts.call,
         default.as_secs_f64() / latency.0.as_secs_f64(),
         facts.buffers,
         facts.calls,
