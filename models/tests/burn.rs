@@ -36,9 +36,7 @@ fn job(method: Method, mode: GuidanceMode, steps: usize) -> Job {
 }
 
 fn session(kind: ModelKind, options: Option<&Options>) -> Result<Session> {
-    let device = Device::flex();
-    let network = Network::load(kind, Source::Embedded, &device)?;
-    Session::new(network, &device, options)
+    Session::load(kind, Source::Embedded, &Device::flex(), options)
 }
 
 fn values(images: &Tensor) -> Vec<f32> {

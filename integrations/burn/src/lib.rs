@@ -26,8 +26,22 @@
 //! from it. A tensor that a step returns outlives it; where the next steps put it is learnt from the first.
 //! Scopes ([`memory_compiler::scope`]) in the model name where memory goes.
 //!
+//! On NVIDIA GPUs (feature `cuda`, x86-64, `Device::cuda(0)`) no line is needed: [`compiler`] patches the driver's
+//! allocation calls in this process, sets cubecl up to allocate in stream order, and so must be called before
+//! anything else uses the GPU, loading weights included. A step runs on cubecl's own thread, without fusion. The
+//! first runs of each name ([`Options::warm_ups`]) just run: shapes that come later and are still to be tuned
+//! (Burn's feature `autotune`) need a name of their own, or [`Memory::outside`] first.
+//!
 //! On the CPU it serves the backend `flex`, whose tensors lie in memory of Rust's allocator. Leave Burn's
 //! feature `rayon` off: with it the scratch memory of kernels moves to other threads and passes by.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod detour;
+
+#[cfg(all(feature = "cuda", not(target_arch = "x86_64")))]
+compile_error!("the feature `cuda` patches machine code, which is written for x86-64 only");
 
 use burn::tensor::{Device, Tensor};
 use memory_compiler::{Bytes, Compiled, Compiler, Snapshot, Stats, hook};
@@ -50,11 +64,14 @@ pub struct Options {
     /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
     /// what its peak needs.
     pub compile_after: Option<u32>,
+    /// How many first runs of each step's name just run on a GPU, before the step is recorded: kernels are
+    /// compiled and tuned in them.
+    pub warm_ups: u32,
 }
 
 impl Default for Options {
-    /// Not strict, no budget, pages of 64 KiB, compiled after two steps that recorded nothing, the rest as
-    /// in [`memory_compiler::Options`].
+    /// Not strict, no budget, pages of 64 KiB, compiled after two steps that recorded nothing, 3 warm-ups, the
+    /// rest as in [`memory_compiler::Options`].
     fn default() -> Self {
         let core = memory_compiler::Options::default();
         Self {
@@ -64,6 +81,7 @@ impl Default for Options {
             threshold: core.threshold,
             address_space: core.address_space,
             compile_after: Some(2),
+            warm_ups: 3,
         }
     }
 }
@@ -96,12 +114,37 @@ pub enum Error {
         /// What would be served.
         serves: &'static str,
     },
+    /// cubecl, which Burn runs on, is in use already and has read its configuration.
+    #[error(
+        "the memory compiler comes too late: make it before anything uses the GPU (tensors, weights), so that \
+         cubecl can be told to allocate in stream order"
+    )]
+    TooLate,
+    /// Burn was built with its feature `fusion`, whose thread and a step would wait for each other.
+    #[error(
+        "steps cannot run with Burn's feature `fusion`; build without it (default-features = false)"
+    )]
+    Fusion,
+    /// The driver's allocation calls could not be patched.
+    #[error("the driver's allocation calls cannot be taken over: {why}")]
+    Detour {
+        /// What was wrong.
+        why: String,
+    },
+    /// cubecl's thread of the device refused to run something, or lost it.
+    #[error("cubecl refused: {why}")]
+    Runner {
+        /// What it said.
+        why: String,
+    },
 }
 
 /// A compiler for the memory of one Burn device.
 #[derive(Debug)]
 pub struct Memory {
     compiler: Compiler,
+    #[cfg(feature = "cuda")]
+    gpu: Option<cuda::Gpu>,
 }
 
 /// A compiler for `device`, with default [`Options`].
@@ -117,17 +160,35 @@ pub fn compiler(device: &Device) -> Result<Memory, Error> {
 /// # Errors
 /// [`Error::Device`] for a device that is not served; [`Error::Compiler`] with `HookMissing` when the program's
 /// global allocator is not a [`hook::host::ScopedAllocator`] (the message is the line to add), with `Option`
-/// for an option that cannot work, with `Device` when the system refuses.
+/// for an option that cannot work, with `Device` when the system refuses. On a GPU also [`Error::TooLate`],
+/// [`Error::Fusion`], [`Error::Detour`] and [`Error::Runner`].
+///
+/// On a GPU the first compiler of a process, and the last one that is dropped, patch the driver's allocation
+/// calls: no other thread may be in one of them then, of cubecl's for another GPU or of another library's.
 pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory, Error> {
     if *device == Device::flex() {
         warm_up(device);
         return Ok(Memory {
             compiler: hook::host::compiler(options.granule, options.core())?,
+            #[cfg(feature = "cuda")]
+            gpu: None,
+        });
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(ordinal) = cuda::ordinal(device) {
+        let (compiler, gpu) = cuda::compiler(device, ordinal, options.core(), options.warm_ups)?;
+        return Ok(Memory {
+            compiler,
+            gpu: Some(gpu),
         });
     }
     Err(Error::Device {
         device: format!("{device:?}"),
-        serves: "Device::flex()",
+        serves: if cfg!(feature = "cuda") {
+            "Device::flex() and Device::cuda(…)"
+        } else {
+            "Device::flex(); its feature `cuda` adds Device::cuda(…)"
+        },
     })
 }
 
@@ -142,6 +203,15 @@ fn warm_up(device: &Device) {
 enum StepError<E> {
     Compiler(memory_compiler::Error),
     Program(E),
+}
+
+impl<E: From<Error>> StepError<E> {
+    fn into_program(self) -> E {
+        match self {
+            Self::Compiler(error) => Error::from(error).into(),
+            Self::Program(error) => error,
+        }
+    }
 }
 
 impl<E> From<memory_compiler::Error> for StepError<E> {
@@ -198,13 +268,35 @@ impl Memory {
         E: From<Error> + Send + 'static,
         F: FnOnce() -> Result<T, E> + Send,
     {
-        let result = self
-            .compiler
-            .step_named(name, || f().map_err(StepError::Program));
-        result.map_err(|error| match error {
-            StepError::Compiler(error) => Error::from(error).into(),
-            StepError::Program(error) => error,
-        })
+        let compiler = &mut self.compiler;
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &mut self.gpu {
+            if gpu.warms_up(name) {
+                return gpu.outside(f)?;
+            }
+            let step = || {
+                let result = f().map_err(StepError::Program)?;
+                gpu.settle();
+                Ok(result)
+            };
+            let result = gpu.inside(|| compiler.step_named(name, step))?;
+            return result.map_err(StepError::into_program);
+        }
+        let result = compiler.step_named(name, || f().map_err(StepError::Program));
+        result.map_err(StepError::into_program)
+    }
+
+    /// Runs `f` outside of any step, as the first runs on a GPU do ([`Options::warm_ups`]): kernels for shapes
+    /// that are new are compiled and tuned, and nothing is recorded. On the CPU it just runs.
+    ///
+    /// # Errors
+    /// [`Error::Runner`] when the GPU has failed.
+    pub fn outside<T>(&mut self, f: impl FnOnce() -> T) -> Result<T, Error> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = &self.gpu {
+            return gpu.outside(f);
+        }
+        Ok(f())
     }
 
     /// All numbers; [`Compiler::stats`].
@@ -232,5 +324,15 @@ impl Memory {
     /// What a checker needs to know; [`Compiler::snapshot`].
     pub fn snapshot(&mut self) -> Snapshot {
         self.compiler.snapshot()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let compiler = &mut self.compiler;
+        if let Some(gpu) = &mut self.gpu {
+            gpu.end(|| compiler.stats().live == Bytes::ZERO);
+        }
     }
 }

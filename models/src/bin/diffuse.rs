@@ -130,6 +130,7 @@ impl Memory {
             threshold,
             address_space,
             compile_after,
+            ..memory_compiler_burn::Options::default()
         }
     }
 }
@@ -289,7 +290,7 @@ fn write(images: &Tensor, columns: usize, out: &Path, time: Duration) -> Result<
 /// The same with the network in Burn.
 #[cfg(feature = "burn")]
 fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Result<()> {
-    use memory_compiler_models::burn::{Network, Session, device};
+    use memory_compiler_models::burn::{Session, device};
     use memory_compiler_models::run::sample_from;
 
     let memory = &arguments.memory;
@@ -298,22 +299,18 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
         return Err(Error::Setting(why.into()));
     }
     let device = device(arguments.device.number())?;
-    let network = Network::load(arguments.model, source, &device)?;
-    sheet::check_writable(&arguments.out)?;
-    let plain = Network::clone(&network);
     let options = (!memory.no_compile).then(|| memory.burn_options());
-    let mut session = Session::new(network, &device, options.as_ref())?;
-    let title = if memory.no_compile {
-        "plain memory"
-    } else {
-        "compiled memory"
+    let mut session = Session::load(arguments.model, source, &device, options.as_ref())?;
+    sheet::check_writable(&arguments.out)?;
+    let title = match memory.no_compile {
+        true => "plain memory",
+        false => "compiled memory",
     };
-    let (images, time) = watch(job, title, |progress| {
-        sample_from(&mut session, job, progress)
-    })?;
+    let draw = |progress: &mut dyn FnMut()| sample_from(&mut session, job, progress);
+    let (images, time) = watch(job, title, draw)?;
     let plain = match memory.compare {
         true => {
-            let mut plain = Session::new(plain, &device, None)?;
+            let mut plain = Session::load(arguments.model, source, &device, None)?;
             let draw = |progress: &mut dyn FnMut()| sample_from(&mut plain, job, progress);
             Some(watch(job, "plain memory", draw)?)
         }

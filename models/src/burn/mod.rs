@@ -100,17 +100,24 @@ pub struct Session {
 }
 
 impl Session {
-    /// Predictions of `network` on compiled memory, or on plain memory without options.
+    /// The network of the digits over weights from `source`, on compiled memory, or on plain memory without
+    /// options. The compiler comes first: on a GPU nothing may be there before it.
     ///
     /// # Errors
-    /// When the program's allocations do not reach the compiler, or an option cannot work.
-    pub fn new(network: Network, device: &Device, options: Option<&Options>) -> Result<Self> {
+    /// When the program's allocations do not reach the compiler, an option cannot work, or the weights cannot
+    /// be read or do not fit.
+    pub fn load(
+        kind: ModelKind,
+        source: Source<'_>,
+        device: &Device,
+        options: Option<&Options>,
+    ) -> Result<Self> {
         let memory = match options {
             Some(options) => Some(memory_compiler_burn::compiler_with(device, options)?),
             None => None,
         };
         Ok(Self {
-            network,
+            network: Network::load(kind, source, device)?,
             device: device.clone(),
             memory,
         })
