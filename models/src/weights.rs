@@ -41,7 +41,16 @@ pub fn embedded(kind: ModelKind) -> &'static [u8] {
 
 /// Builds a model over weights on the CPU.
 pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
-    let vb = VarBuilder::from_tensors(read(kind, source)?, DType::F32, &Device::Cpu);
+    load_on(kind, source, &Device::Cpu)
+}
+
+/// Builds a model over weights on a device.
+pub fn load_on(kind: ModelKind, source: Source, device: &Device) -> Result<Box<dyn Denoiser>> {
+    let mut tensors = read(kind, source)?;
+    for tensor in tensors.values_mut() {
+        *tensor = tensor.to_device(device)?;
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
     kind.build(vb)
         .map_err(|error| unfit(kind, source, first_line(&error)))
 }

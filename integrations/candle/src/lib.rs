@@ -55,10 +55,15 @@ pub struct Options {
     pub threshold: Bytes,
     /// Addresses to reserve.
     pub address_space: Bytes,
+    /// Plan all places again once this many steps in a row have recorded nothing ([`Memory::compile`]);
+    /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
+    /// what its peak needs.
+    pub compile_after: Option<u32>,
 }
 
 impl Default for Options {
-    /// Not strict, no budget, pages of 64 KiB, the rest as in [`memory_compiler::Options`].
+    /// Not strict, no budget, pages of 64 KiB, compiled after two steps that recorded nothing, the rest as
+    /// in [`memory_compiler::Options`].
     fn default() -> Self {
         let core = memory_compiler::Options::default();
         Self {
@@ -67,6 +72,7 @@ impl Default for Options {
             granule: Bytes::kib(64),
             threshold: core.threshold,
             address_space: core.address_space,
+            compile_after: Some(2),
         }
     }
 }
@@ -98,6 +104,7 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
         budget: options.budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        compile_after: options.compile_after,
         ..memory_compiler::Options::default()
     };
     match device {

@@ -3,7 +3,7 @@
 //!
 //! Whatever is wrong with what it is given, it says so in one line and exits with 2.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
@@ -14,7 +14,7 @@ use memory_compiler_models::{
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{Source, load, load_paged},
+    weights::{Source, load_on, load_paged},
 };
 use std::{
     path::PathBuf,
@@ -24,6 +24,9 @@ use std::{
 
 #[global_allocator]
 static MEMORY: ScopedAllocator = ScopedAllocator::new();
+
+#[cfg(feature = "cuda")]
+memory_compiler::interpose_cuda!();
 
 /// Draws handwritten digits with a small diffusion model and writes them as one sheet.
 #[derive(Debug, Parser)]
@@ -62,6 +65,9 @@ struct Arguments {
     /// The sheet, a PNG: a column for each digit, a row for each sample.
     #[arg(long, value_name = "FILE", default_value = "sheet.png")]
     out: PathBuf,
+    /// The CPU, or an NVIDIA GPU by its number.
+    #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu", value_parser = parse_device)]
+    device: Place,
     #[command(flatten)]
     memory: Memory,
 }
@@ -78,10 +84,10 @@ struct Memory {
     /// Run on plain memory too, and say whether every pixel is the same.
     #[arg(long)]
     compare: bool,
-    /// Serve buffers of at least this size (16KiB).
+    /// Serve buffers of at least this size (16KiB); on a GPU all are served.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     threshold: Option<u64>,
-    /// The size of a page (64KiB).
+    /// The size of a page (64KiB); a GPU has its own.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     granule: Option<u64>,
     /// Hold at most this much; the run fails when a step needs more.
@@ -101,6 +107,25 @@ impl Memory {
             granule: self.granule.map_or(defaults.granule, Bytes),
             threshold: self.threshold.map_or(defaults.threshold, Bytes),
             ..defaults
+        }
+    }
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Cpu,
+    Cuda(usize),
+}
+
+impl Place {
+    fn open(self) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda(_) if !cfg!(feature = "cuda") => Err(Error::Setting(
+                "this diffuse was built for the CPU; `--features cuda` adds GPUs".into(),
+            )),
+            Self::Cuda(number) => Ok(Device::new_cuda(number)?),
         }
     }
 }
@@ -151,20 +176,35 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
+    let device = arguments.device.open()?;
     let (model, paged) = match arguments.memory.weight_budget {
+        Some(_) if !device.is_cpu() => {
+            return Err(Error::Setting(
+                "weights are paged on the CPU only: --weight-budget needs --device cpu".into(),
+            ));
+        }
         Some(budget) => {
             let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
             (model, Some(paged))
         }
-        None => (load(arguments.model, source)?, None),
+        None => (load_on(arguments.model, source, &device)?, None),
     };
     let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
     let mut compiled = match arguments.memory.no_compile {
         true => None,
-        false => Some(Compiled::new(&arguments.memory.options())?),
+        false => Some(Compiled::on(&device, &arguments.memory.options())?),
     };
+    if !device.is_cpu() {
+        // The first call of each kernel loads it, and cuBLAS takes its workspace: nothing of a step.
+        let once = Job {
+            steps: 1,
+            ..job.clone()
+        };
+        sample(model.as_ref(), &once, &mut Plain, || ())?;
+        device.synchronize()?;
+    }
     let (images, time, calls) = match &mut compiled {
         Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
         None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
@@ -173,7 +213,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let plain = match (arguments.memory.compare, &paged) {
         (true, None) => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
         (true, Some(_)) => {
-            let model = load(arguments.model, source)?;
+            let model = load_on(arguments.model, source, &device)?;
             Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?)
         }
         (false, _) => None,
@@ -247,6 +287,7 @@ fn run(
     let started = Instant::now();
     let mut stepper = Counted { stepper, calls: 0 };
     let images = sample(model, job, &mut stepper, || bar.inc(1));
+    model.device().synchronize()?;
     let time = started.elapsed();
     bar.finish_and_clear();
     Ok((images?, time, stepper.calls))
@@ -309,6 +350,18 @@ fn parse_class(text: &str) -> std::result::Result<Class, String> {
         Ok(digit @ 0..=9) => Ok(Class::One(digit)),
         _ => Err("a class is 0 to 9 or all".into()),
     }
+}
+
+fn parse_device(text: &str) -> std::result::Result<Place, String> {
+    let number = match text.split_once(':') {
+        None if text == "cpu" => return Ok(Place::Cpu),
+        None if text == "cuda" => Some(0),
+        Some(("cuda", number)) => number.parse().ok(),
+        _ => None,
+    };
+    number
+        .map(Place::Cuda)
+        .ok_or_else(|| "a device is cpu, cuda or cuda:N".into())
 }
 
 /// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.

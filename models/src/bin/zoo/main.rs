@@ -113,7 +113,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     bench.warm(&network)?;
     let (allocators, paces): (&[Allocator], &[Pace]) = if arguments.compare {
         (
-            &[Allocator::Default, Allocator::Fixed, Allocator::Compiled],
+            &[Allocator::Default, Allocator::Compiled, Allocator::Fixed],
             &[Pace::Sync, Pace::Free],
         )
     } else {
@@ -132,14 +132,11 @@ fn run(arguments: &Arguments) -> Result<bool> {
         for &pace in paces {
             match pace {
                 Pace::Sync => bench.time_in_turn(&mut subjects, arguments.steps)?,
-                Pace::Free => {
-                    for subject in &mut subjects {
-                        bench.time(subject, pace, arguments.steps)?;
-                    }
-                }
+                Pace::Free => bench.time_all(&mut subjects, pace, arguments.steps)?,
             }
         }
     }
+    subjects.sort_by_key(|subject| subject.allocator as usize);
     if !arguments.bare {
         print_titles();
     }

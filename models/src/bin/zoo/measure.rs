@@ -220,10 +220,18 @@ impl Bench {
     /// for a while disturbs them all.
     pub fn time_in_turn(&self, subjects: &mut [Subject], count: usize) -> Result<()> {
         for _ in 0..count {
-            for subject in &mut *subjects {
-                self.time(subject, Pace::Sync, 1)?;
-            }
+            self.time_all(subjects, Pace::Sync, 1)?;
         }
+        Ok(())
+    }
+
+    /// Times a round of `count` steps of each subject; the first becomes the last, so that nobody comes
+    /// always behind the same one.
+    pub fn time_all(&self, subjects: &mut [Subject], pace: Pace, count: usize) -> Result<()> {
+        for subject in &mut *subjects {
+            self.time(subject, pace, count)?;
+        }
+        subjects.rotate_left(1);
         Ok(())
     }
 
