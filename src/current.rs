@@ -160,7 +160,7 @@ pub(crate) fn replay_gpu(
     size: Bytes,
     context: impl Fn() -> Option<u64>,
 ) -> Option<Address> {
-    if BUSY.get() > 0 {
+    if Bookkeeping::is_going_on() {
         return None;
     }
     ACTIVE.with(|active| {

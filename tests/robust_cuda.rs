@@ -125,11 +125,10 @@ fn take_on(stream: &CudaStream, size: u64) -> Result<Address, u32> {
 }
 
 fn give_on(stream: &CudaStream, at: Address) {
+    let stream = stream.cu_stream().cast::<c_void>();
     // SAFETY: the address came from `take_on` and is not used any more.
-    assert_eq!(
-        unsafe { free_async(at.0, stream.cu_stream().cast::<c_void>()) },
-        0
-    );
+    let code = unsafe { free_async(at.0, stream) };
+    assert_eq!(code, 0);
 }
 
 /// Where a stream other than the step's still reads a buffer that it frees.
@@ -483,7 +482,7 @@ fn a_step_that_runs_on_another_thread_than_the_last_waits_for_its_work() {
     let mut compiler = world.compiler_on(&stream);
     let mut copied = None;
     for round in 1..8_u8 {
-        let step = |compiler: &mut Compiler| {
+        let mut step = |compiler: &mut Compiler| {
             world.context.bind_to_thread().expect("a context");
             let step = compiler.begin("step").expect("a step");
             let buffer = here(&step, LARGE);
