@@ -297,6 +297,10 @@ fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
             .rev()
             .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
+            if engine.shared.device.is_capturing(engine.stream) {
+                // It waits for the end of the capture, as those of other threads do.
+                return None;
+            }
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
                 waited.map_err(|source| Error::Device {

@@ -327,6 +327,11 @@ unsafe impl Device for Cuda {
         Ok(())
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.enter(Call::Wait)
+            .is_ok_and(|_current| self.gpu.is_capturing(stream))
+    }
+
     fn trim_pool(&self) -> Result<(), DeviceError> {
         self.trim_driver_pool()
     }

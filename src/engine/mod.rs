@@ -405,11 +405,16 @@ impl Engine {
     }
 
     /// Applies the frees that other threads queued. One that the device cannot order behind the work of
-    /// its stream stays queued, and its buffer live, until a later call can.
+    /// its stream, or not while that is captured into a graph, stays queued, and its buffer live, until a
+    /// later call can.
     #[cold]
     pub fn drain(&mut self) {
         for freed in self.shared.handover.take() {
-            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+            let is_captured = || self.arena.device().is_capturing(self.stream);
+            if freed
+                .fence
+                .is_some_and(|fence| is_captured() || !self.is_behind(fence))
+            {
                 self.shared.handover.push(freed);
                 continue;
             }

@@ -185,6 +185,10 @@ unsafe impl<D: Device> Device for Failing<D> {
         self.upstream.gpu()
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.upstream.is_capturing(stream)
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))
     }
