@@ -35,7 +35,7 @@ build() {
   }
   # One command a package: Candle links the driver, the crate alone loads it.
   collect core- -p memory-compiler --features cuda \
-    --test device_cuda --test hook_cuda --test scenarios
+    --test device_cuda --test hook_cuda --test robust_cuda --test scenarios
   # Together, so that Candle's kernels are compiled once.
   local candle=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
@@ -82,7 +82,7 @@ try() {
 }
 
 tests() {
-  for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
+  for binary in "$dir"/core-{device,hook,robust}_cuda; do try "${binary##*/}" "$binary"; done
   for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1 --nocapture; done
   for binary in "$dir"/linked-*; do
     [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
