@@ -160,7 +160,7 @@ pub(crate) fn replay_gpu(
     size: Bytes,
     context: impl Fn() -> Option<u64>,
 ) -> Option<Address> {
-    if BUSY.get() > 0 {
+    if Bookkeeping::is_going_on() {
         return None;
     }
     ACTIVE.with(|active| {
@@ -297,6 +297,10 @@ fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
             .rev()
             .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
+            if engine.shared.device.is_capturing(engine.stream) {
+                // It waits for the end of the capture, as those of other threads do.
+                return None;
+            }
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
                 waited.map_err(|source| Error::Device {

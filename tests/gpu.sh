@@ -35,7 +35,7 @@ build() {
   }
   # One command a package: Candle links the driver, the crate alone loads it.
   collect core- -p memory-compiler --features cuda \
-    --test device_cuda --test hook_cuda --test scenarios
+    --test device_cuda --test hook_cuda --test robust_cuda --test scenarios
   # Together, so that Candle's kernels are compiled once.
   local candle=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
@@ -91,17 +91,15 @@ try() {
 }
 
 tests() {
-  for binary in "$dir"/core-device_cuda "$dir"/core-hook_cuda; do try "${binary##*/}" "$binary"; done
+  for binary in "$dir"/core-{device,hook,robust}_cuda; do try "${binary##*/}" "$binary"; done
   for binary in "$dir"/candle-* "$dir"/burn-*; do
     [ ! -e "$binary" ] || try "${binary##*/}" "$binary" --test-threads=1 --nocapture
   done
   for binary in "$dir"/linked-*; do
     [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
   done
-  # The table of scenarios with the GPU in the place of `Host`. Two rows are left out: they look at the
-  # bytes of so many buffers, each with a copy from the device, that they take minutes.
-  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4 \
-    --skip case_08 --skip case_35
+  # The table of scenarios with the GPU in the place of `Host`.
+  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4
 }
 
 # Every model, sampler and mode: the images are the same, bit for bit, with and without the compiler.
@@ -148,6 +146,7 @@ sdxl 768 1 8 3
 vae 512 1 8 3
 sdxl 1024 2 4 2
 sd3 1024 2 3 2
+sd35 1024 2 3 2
 flux 1024 1 3 2
 z-image 1024 1 3 2}"
   if [ -e "$dir/zoo-burn" ]; then

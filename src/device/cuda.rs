@@ -125,7 +125,7 @@ impl Cuda {
     /// # Errors
     /// [`Driver`](DeviceError::Driver).
     pub fn trim_driver_pool(&self) -> Result<(), DeviceError> {
-        let _current = self.enter(Call::Create)?;
+        let _current = self.enter(Call::TrimPool)?;
         if self.has_pools {
             self.gpu.trim_pool()
         } else {
@@ -327,12 +327,13 @@ unsafe impl Device for Cuda {
         Ok(())
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.enter(Call::Wait)
+            .is_ok_and(|_current| self.gpu.is_capturing(stream))
+    }
+
     fn trim_pool(&self) -> Result<(), DeviceError> {
-        if !self.has_pools {
-            return Ok(());
-        }
-        let _current = self.enter(Call::TrimPool)?;
-        self.gpu.trim_pool()
+        self.trim_driver_pool()
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

@@ -122,6 +122,13 @@ pub unsafe trait Device: Debug + Send + Sync {
     /// Makes work that is enqueued on `stream` from now on wait for `fence`, and forgets the fence.
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
 
+    /// Whether work that is enqueued on `stream` is captured into a graph instead of run. A captured stream
+    /// may not wait for a fence of a stream that is not.
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        let _ = stream;
+        false
+    }
+
     /// Lets the driver give back what its own pool keeps of memory that was freed to it, so that `create` may
     /// get it. Work that was enqueued before is waited for first, by the caller. A device without a pool has
     /// nothing to do; one that stands on another asks it.

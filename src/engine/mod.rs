@@ -10,12 +10,16 @@
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
-//!   the graph made afresh for either; windows that nothing uses               (rebuild.rs)
+//!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
 //! (`current`), the orphanage after the compiler was dropped. So it needs no lock. Frees that arrive
 //! elsewhere wait in [`Shared`] and are applied at its next call.
+//!
+//! Words of this layer: an engine's *home* is the thread and stream of its steps (`shared`); what passes
+//! between it and other threads is its *handover* (`handover`); a *slot* is an entry of the live table, one
+//! for each start of a buffer (`graph::live`).
 //!
 //! The hot path is `alloc` and `free` below: no lock, no map, no device call, no allocation.
 //!
@@ -401,11 +405,16 @@ impl Engine {
     }
 
     /// Applies the frees that other threads queued. One that the device cannot order behind the work of
-    /// its stream stays queued, and its buffer live, until a later call can.
+    /// its stream, or not while that is captured into a graph, stays queued, and its buffer live, until a
+    /// later call can.
     #[cold]
     pub fn drain(&mut self) {
         for freed in self.shared.handover.take() {
-            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+            let is_captured = || self.arena.device().is_capturing(self.stream);
+            if freed
+                .fence
+                .is_some_and(|fence| is_captured() || !self.is_behind(fence))
+            {
                 self.shared.handover.push(freed);
                 continue;
             }

@@ -38,8 +38,9 @@
 //! claims fails with `NOT_INITIALIZED`, and [`check`] refuses. Other processors need nothing special;
 //! only `x86_64` has been tried.
 //!
-//! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
-//! may free its buffers.
+//! While a step is captured into a CUDA graph, frees from other threads and streams wait for the capture's
+//! end. A step that is replayed makes no call that a capture forbids; pin the layout
+//! ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) for as long as the graph is launched.
 //!
 //! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
 

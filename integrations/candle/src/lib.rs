@@ -36,7 +36,7 @@ mod paged;
 pub use paged::{Paged, PagedStats};
 
 use candle_core::{DType, Device, Result, Tensor};
-use memory_compiler::{Bytes, Compiled, Compiler, Error, Snapshot, Stats, hook};
+use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -186,6 +186,17 @@ impl Memory {
     /// The device's refusal, wrapped; the recorded layout then stays.
     pub fn compile(&mut self) -> Result<Compiled> {
         self.compiler.compile().map_err(wrap)
+    }
+
+    /// Keeps every address as it is until the guard is dropped: for a step that is captured into a CUDA graph;
+    /// [`Compiler::pin_layout`]. Capture a step that was replayed before: it makes no driver call that a
+    /// capture forbids. Candle passes shapes of strided tensors through host memory that is gone when the
+    /// graph is launched; only kernels on contiguous tensors can be captured.
+    ///
+    /// # Errors
+    /// When a step of this compiler was leaked on another thread.
+    pub fn pin_layout(&mut self) -> Result<PinnedLayout> {
+        self.compiler.pin_layout().map_err(wrap)
     }
 
     /// Gives idle memory back to the device; [`Compiler::trim`].

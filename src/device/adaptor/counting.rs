@@ -135,6 +135,10 @@ unsafe impl<D: Device> Device for Counting<D> {
         self.upstream.gpu()
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.upstream.is_capturing(stream)
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.counted(
             Call::Reserve,

@@ -45,6 +45,8 @@ pub struct Failing<D> {
 pub enum Repeat {
     /// The n-th call fails; the ones after it pass.
     Once,
+    /// The n-th call fails, and those after it, so many in all.
+    Times(u64),
     /// The n-th call fails, and all after it.
     Always,
 }
@@ -160,6 +162,7 @@ impl Plan {
             .as_ref()
             .filter(|failure| match failure.repeat {
                 Repeat::Once => turn == failure.n,
+                Repeat::Times(times) => turn >= failure.n && turn - failure.n < times,
                 Repeat::Always => turn >= failure.n,
             })?;
         self.failures += 1;
@@ -180,6 +183,10 @@ unsafe impl<D: Device> Device for Failing<D> {
 
     fn gpu(&self) -> Option<GpuIdentity> {
         self.upstream.gpu()
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.upstream.is_capturing(stream)
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {

@@ -46,7 +46,7 @@ impl<D: Device> Limiting<D> {
 unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
         granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
-        synchronise, fence, wait, trim_pool, write, read, fill);
+        synchronise, fence, wait, is_capturing, trim_pool, write, read, fill);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.
     fn create(&self) -> Result<PageId, DeviceError> {

@@ -75,6 +75,9 @@ macro_rules! forward {
     (@ wait $self:ident $upstream:expr) => {
         forward!(@@ wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ is_capturing $self:ident $upstream:expr) => {
+        forward!(@@ is_capturing(stream: StreamId) -> bool, $self $upstream);
+    };
     (@ trim_pool $self:ident $upstream:expr) => {
         forward!(@@ trim_pool() -> Result<(), DeviceError>, $self $upstream);
     };
@@ -102,7 +105,7 @@ use forward;
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, trim_pool, memory, write, read, fill);
+        synchronise, fence, wait, is_capturing, trim_pool, memory, write, read, fill);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

@@ -291,6 +291,15 @@ impl Gpu {
         recorded.map(|()| event)
     }
 
+    /// Whether a graph is being captured from a stream; a stream that does not say is not asked to wait.
+    pub fn is_capturing(&self, stream: StreamId) -> bool {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: `status` is writable; the stream is as in `record`.
+        let code = unsafe { sys::cuStreamIsCapturing(raw(stream), &raw mut status) };
+        code != sys::CUresult::CUDA_SUCCESS
+            || status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+    }
+
     pub fn wait(&self, stream: StreamId, event: Event) -> Result<(), DeviceError> {
         let event = ptr::with_exposed_provenance_mut(event.0);
         // SAFETY: the books know that the event lives; the stream is as in `record`.

@@ -20,6 +20,8 @@ pub enum Model {
     Sdxl,
     /// The MMDiT of Stable Diffusion 3 medium.
     Sd3,
+    /// The MMDiT-X of Stable Diffusion 3.5 medium: a second attention in its first 13 blocks.
+    Sd35,
     /// The transformer of FLUX.1-dev.
     Flux,
     /// The transformer of Z-Image-Turbo.
@@ -33,7 +35,7 @@ impl Model {
     pub fn usual_dtype(self) -> DType {
         match self {
             Self::Flux | Self::ZImage => DType::BF16,
-            Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Vae => DType::F16,
+            Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Sd35 | Self::Vae => DType::F16,
         }
     }
 
@@ -48,7 +50,7 @@ impl Model {
 
     /// Two with guidance by a second prediction, one without.
     pub fn usual_batch(self) -> usize {
-        if matches!(self, Self::Sd15 | Self::Sdxl | Self::Sd3) {
+        if matches!(self, Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Sd35) {
             2
         } else {
             1
@@ -82,7 +84,7 @@ pub fn build(job: Job, device: &Device) -> Result<Network> {
         Tensor::randn(0f32, 1f32, shape, device)?.to_dtype(dtype)
     };
     let (rows, columns) = (height / 8, width / 8);
-    let vb = weights(dtype, device);
+    let vb = weights(dtype, device, model == Model::Sd35);
     Ok(match model {
         Model::Sd15 | Model::Sdxl => {
             let config = unet(model);
@@ -91,8 +93,12 @@ pub fn build(job: Job, device: &Device) -> Result<Network> {
             let network = UNet2DConditionModel::new(vb, 4, 4, false, config)?;
             Box::new(move || network.forward(&latents, 500.0, &text))
         }
-        Model::Sd3 => {
-            let network = mmdit::model::MMDiT::new(&mmdit::model::Config::sd3_medium(), false, vb)?;
+        Model::Sd3 | Model::Sd35 => {
+            let config = match model {
+                Model::Sd3 => mmdit::model::Config::sd3_medium(),
+                _ => mmdit::model::Config::sd3_5_medium(),
+            };
+            let network = mmdit::model::MMDiT::new(&config, false, vb)?;
             let latents = noise(&[batch, 16, rows, columns])?;
             let time = Tensor::full(500f32, batch, device)?;
             let (pooled, text) = (noise(&[batch, 2048])?, noise(&[batch, 154, 4096])?);
