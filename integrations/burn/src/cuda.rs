@@ -167,9 +167,14 @@ impl Gpu {
         *runs <= self.warm_ups
     }
 
-    /// Runs `f` outside of any step, on the stream of the steps; then gives back what cubecl's pools took for it.
-    pub fn outside<T>(&self, f: impl FnOnce() -> T) -> Result<T, Error> {
-        let result = self.stream.executes(f);
+    /// Runs `f` outside of any step, on the stream of the steps. What it keeps, parameters above all, gets places of
+    /// its exact size, so that all the rest can be given back.
+    pub fn outside<T: Send>(&self, f: impl FnOnce() -> T + Send) -> Result<T, Error> {
+        let caught = || catch_unwind(AssertUnwindSafe(f));
+        let result = self
+            .stream
+            .executes(|| self.client.memory_persistent_allocation((), |()| caught()));
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         self.stream
             .executes(|| self.device.sync())
             .map_err(refused)?;

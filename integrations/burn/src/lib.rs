@@ -291,7 +291,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::Runner`] when the GPU has failed.
-    pub fn outside<T>(&mut self, f: impl FnOnce() -> T) -> Result<T, Error> {
+    pub fn outside<T: Send>(&mut self, f: impl FnOnce() -> T + Send) -> Result<T, Error> {
         #[cfg(feature = "cuda")]
         if let Some(gpu) = &self.gpu {
             return gpu.outside(f);

@@ -306,6 +306,15 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
         true => "plain memory",
         false => "compiled memory",
     };
+    if arguments.device.number().is_some() {
+        // Kernels are compiled when they are first used: in neither run that is timed.
+        let mut first = Session::load(arguments.model, source, &device, None)?;
+        let short = Job {
+            steps: 3,
+            ..job.clone()
+        };
+        sample_from(&mut first, &short, || ())?;
+    }
     let draw = |progress: &mut dyn FnMut()| sample_from(&mut session, job, progress);
     let (images, time) = watch(job, title, draw)?;
     let plain = match memory.compare {
