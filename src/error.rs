@@ -37,6 +37,17 @@ pub enum Error {
         /// The budget.
         budget: Bytes,
     },
+    /// Weights that are used at once need more memory than weights may have.
+    #[error(
+        "weights that are used at once need {needed}, and {limit} is what they can have (raise the budget, \
+         or use them in smaller scopes)"
+    )]
+    WeightBudget {
+        /// Bytes that must be in memory together, in whole pages.
+        needed: Bytes,
+        /// Bytes that they can have.
+        limit: Bytes,
+    },
     /// The device has no memory left. What had been taken for this allocation was given back.
     #[error("device out of memory: asked for {asked}, held {held}, live {live}, free {free}")]
     OutOfMemory {

@@ -158,7 +158,18 @@ impl Pages {
         if let Some(page) = self.spare.pop() {
             return Ok(page);
         }
-        if !self.budget.claim(self.granule) {
+        let claimed = self.budget.claim(self.granule);
+        self.create_claimed(claimed)
+    }
+
+    /// The same past the limit of a budget that is part of another.
+    pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
+        let claimed = self.budget.claim_beyond(self.granule);
+        self.create_claimed(claimed)
+    }
+
+    fn create_claimed(&mut self, claimed: bool) -> Result<PageId, Refused> {
+        if !claimed {
             // Another owner was quicker: to this one it is as if the device had no more.
             let (free, total) = (self.budget.free(), self.budget.limit());
             return Err(Refused {
@@ -168,16 +179,6 @@ impl Pages {
                 },
             });
         }
-        self.create_claimed()
-    }
-
-    /// The same, past the budget.
-    pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
-        self.budget.claim_beyond(self.granule);
-        self.create_claimed()
-    }
-
-    fn create_claimed(&mut self) -> Result<PageId, Refused> {
         let page = self.create();
         match page {
             Ok(_) => self.owned += 1,

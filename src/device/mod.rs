@@ -21,13 +21,16 @@ pub mod adaptor;
 mod cuda;
 #[cfg(target_os = "linux")]
 mod host;
+mod memory;
 
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 #[cfg(target_os = "linux")]
 pub use host::Host;
+pub use memory::HostMemory;
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use crate::units::{Address, Bytes};
 
@@ -198,4 +201,38 @@ pub trait Device: Debug + Send + Sync {
 
     /// Sets `size` bytes at `at` to `value`.
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>;
+
+    /// Memory of the host from which this device copies best; ordinary memory where it does not matter.
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        HostMemory::ordinary(size).ok_or(DeviceError::Invalid {
+            call: Call::Write,
+            reason: "the host has not so much memory",
+        })
+    }
+
+    /// A stream for copies beside the work of others: one for each device.
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        Ok(StreamId(u64::MAX))
+    }
+
+    /// Enqueues on `stream` a copy of `size` bytes of `from`, which begin at `offset`, to mapped and allowed
+    /// memory at `at`. Where work is done when its call returns, it is done then.
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        let _ = stream;
+        let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
+        self.write(at, bytes)
+    }
 }
+
+/// A copy from where no host memory is.
+const OUTSIDE: DeviceError = DeviceError::Invalid {
+    call: Call::Write,
+    reason: "the bytes lie in the host memory",
+};

@@ -2,10 +2,10 @@
 //!
 //! May import: `device`, `units`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Counts the calls that reach a device, and what they leave reserved, created and mapped.
@@ -218,5 +218,28 @@ impl<D: Device> Device for Counting<D> {
 
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
         self.counted(Call::Fill, |d| d.fill(at, size, value), no_change)
+    }
+
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        self.upstream.host_memory(size)
+    }
+
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        self.upstream.copy_stream()
+    }
+
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        self.counted(
+            Call::Write,
+            |d| d.enqueue_copy(stream, at, from, offset, size),
+            no_change,
+        )
     }
 }

@@ -2,10 +2,10 @@
 //!
 //! May import: `device`, `units`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Fails a chosen call with a chosen error; the failed call never reaches upstream.
@@ -234,5 +234,26 @@ impl<D: Device> Device for Failing<D> {
 
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
         self.unless_planned(Call::Fill, |d| d.fill(at, size, value))
+    }
+
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        self.upstream.host_memory(size)
+    }
+
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        self.upstream.copy_stream()
+    }
+
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        self.unless_planned(Call::Write, |d| {
+            d.enqueue_copy(stream, at, from, offset, size)
+        })
     }
 }

@@ -29,7 +29,7 @@ pub use streams::{Streams, Work};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use super::{Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
@@ -87,6 +87,17 @@ macro_rules! forward {
     (@ fill $self:ident $upstream:expr) => {
         forward!(@@ fill(at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ host_memory $self:ident $upstream:expr) => {
+        forward!(@@ host_memory(size: Bytes) -> Result<HostMemory, DeviceError>, $self $upstream);
+    };
+    (@ copy_stream $self:ident $upstream:expr) => {
+        forward!(@@ copy_stream() -> Result<StreamId, DeviceError>, $self $upstream);
+    };
+    (@ enqueue_copy $self:ident $upstream:expr) => {
+        forward!(@@ enqueue_copy(
+            stream: StreamId, at: Address, from: &Arc<HostMemory>, offset: Bytes, size: Bytes
+        ) -> Result<(), DeviceError>, $self $upstream);
+    };
     (@@ $method:ident($($name:ident: $kind:ty),*) -> $result:ty, $self:ident $upstream:expr) => {
         fn $method(&$self, $($name: $kind),*) -> $result {
             $upstream.$method($($name),*)
@@ -98,7 +109,7 @@ use forward;
 impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, memory, write, read, fill);
+        synchronise, fence, wait, memory, write, read, fill, host_memory, copy_stream, enqueue_copy);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

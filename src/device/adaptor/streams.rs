@@ -11,18 +11,18 @@
 //! May import: `device`, `units`.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::{forward, lock};
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{OUTSIDE, Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Simulated streams over a device: work is enqueued, and runs in an order that a seed decides.
 ///
 /// A test that frees a buffer while work of another stream is still enqueued proves with it that the
 /// buffer is not overwritten early: every seed is another legal order, and each read tells what it
-/// saw. Only [`enqueue_read`](Streams::enqueue_read) and [`enqueue_write`](Streams::enqueue_write)
-/// are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
+/// saw. Only [`enqueue_read`](Streams::enqueue_read), [`enqueue_write`](Streams::enqueue_write) and
+/// [`Device::enqueue_copy`] are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
 /// Work whose memory is gone by the time it runs has failed, which its result says.
 #[derive(Debug)]
 pub struct Streams<D> {
@@ -221,7 +221,8 @@ fn split_mix(state: &mut u64) -> u64 {
 
 impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill);
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill,
+        host_memory);
 
     /// Runs everything that is enqueued.
     fn synchronise(&self) -> Result<(), DeviceError> {
@@ -261,6 +262,20 @@ impl<D: Device> Device for Streams<D> {
             .or_default()
             .items
             .push_back(Item::Wait(point));
+        Ok(())
+    }
+
+    /// The copy runs when its turn on the stream comes.
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
+        self.enqueue_write(stream, at, bytes);
         Ok(())
     }
 }

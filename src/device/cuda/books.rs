@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{Call, DeviceError, PageId};
+use super::super::{Call, DeviceError, PageId, StreamId};
 use super::driver::{Event, Handle};
 use crate::units::{Address, Bytes};
 
@@ -24,6 +24,8 @@ pub(super) struct Books {
     /// Fences issued and not yet waited for.
     pub fences: BTreeMap<u64, Event>,
     next_fence: u64,
+    /// The stream for copies, once somebody asked for it.
+    pub copy_stream: Option<StreamId>,
 }
 
 /// A granule of a range with a page under it.
