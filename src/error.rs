@@ -102,6 +102,13 @@ pub enum Error {
          memory_compiler::interpose_cuda!();"
     )]
     CudaHookMissing,
+    /// The hook that paged weights of a GPU need is not in this binary, or without effect.
+    #[error(
+        "work on the GPU of this program does not go past the memory compiler; add to its main.rs (for a \
+         test, bench or example: to that file):\n\
+         memory_compiler::page_cuda_weights!();"
+    )]
+    CudaUsesMissing,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,

@@ -22,11 +22,12 @@ mod driver;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use self::books::{Books, check_granules, invalid};
 pub(super) use self::driver::Locked;
 use self::driver::{Current, Gpu};
-use super::{Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, OUTSIDE, PageId, StreamId};
+use super::{Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, Moment, OUTSIDE, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Memory of an NVIDIA GPU: pages of the driver's granule (2 MiB) that can stand under many addresses.
@@ -402,6 +403,28 @@ impl Device for Cuda {
         }
         self.gpu.enqueue_write(stream, at, bytes)
     }
+
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        let _current = self.enter(Call::Fence)?;
+        let event = self.gpu.record_time(stream)?;
+        Ok(Moment(self.books().add_moment(event)))
+    }
+
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        let _current = self.enter(Call::Fence)?;
+        let ends = {
+            let mut books = self.books();
+            let mut take = |moment: Moment| books.moments.remove(&moment.0);
+            (take(from), take(to))
+        };
+        let elapsed = match ends {
+            (Some(from), Some(to)) => self.gpu.elapsed(from, to),
+            _ => Err(invalid(Call::Fence, "the moment was taken and not asked for")),
+        };
+        let events = [ends.0, ends.1].into_iter().flatten();
+        events.for_each(|event| self.gpu.destroy(event));
+        elapsed
+    }
 }
 
 impl fmt::Debug for Cuda {
@@ -426,7 +449,8 @@ impl Drop for Cuda {
         let current = self.enter(Call::Release);
         let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
         if current.is_ok() {
-            for (_, event) in std::mem::take(&mut books.fences) {
+            let moments = std::mem::take(&mut books.moments);
+            for (_, event) in std::mem::take(&mut books.fences).into_iter().chain(moments) {
                 self.gpu.destroy(event);
             }
             if let Some(stream) = books.copy_stream {

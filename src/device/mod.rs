@@ -31,6 +31,7 @@ pub use memory::HostMemory;
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::units::{Address, Bytes};
 
@@ -47,6 +48,10 @@ pub struct StreamId(pub u64);
 /// A point on a stream after which everything enqueued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fence(pub u64);
+
+/// A point on a stream whose time is taken when the stream gets there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Moment(pub u64);
 
 /// What a hook must know of a GPU to tell whose allocation it sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -229,7 +234,24 @@ pub trait Device: Debug + Send + Sync {
         let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
         self.write(at, bytes)
     }
+
+    /// Takes the time when `stream` gets here. Refused where work is done when its call returns.
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        let _ = stream;
+        Err(NO_TIME)
+    }
+
+    /// The time between two moments of a stream, which it waits for and forgets.
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        let _ = (from, to);
+        Err(NO_TIME)
+    }
 }
+
+const NO_TIME: DeviceError = DeviceError::Invalid {
+    call: Call::Fence,
+    reason: "no time is taken on this device",
+};
 
 /// A copy from where no host memory is.
 const OUTSIDE: DeviceError = DeviceError::Invalid {

@@ -352,6 +352,7 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
     let address = Address(at);
     if current::may_own(address)
         && let Some(code) = code_of(current::free_on(StreamId(stream.addr() as u64), address))
+            .or_else(|| super::weights::take_back(address).then_some(SUCCESS))
     {
         return code;
     }
@@ -376,6 +377,7 @@ pub unsafe fn free(at: u64) -> Code {
     let address = Address(at);
     if current::may_own(address)
         && let Some(code) = code_of(current::free_synchronous(address))
+            .or_else(|| super::weights::take_back(address).then_some(SUCCESS))
     {
         return code;
     }

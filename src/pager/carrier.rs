@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::Part;
 use crate::current::Bookkeeping;
-use crate::device::{Device, DeviceError, Fence, HostMemory, StreamId};
+use crate::device::{Device, DeviceError, Fence, HostMemory, Moment, StreamId};
 
 /// See the module's page. Marks and batches are numbered by the caller, ascending.
 pub trait Carrier: fmt::Debug + Send {
@@ -79,6 +79,9 @@ pub trait Carrier: fmt::Debug + Send {
 /// The most marks that are kept for copies which may never come.
 const MARKS: usize = 64;
 
+/// The most waits whose time is still to be asked for: old ones are over long ago.
+const WAITS: usize = 1024;
+
 /// Copies on a stream of a device, out of an image of the range in the host's memory: byte `n` of it is byte
 /// `n` of the range.
 #[derive(Debug)]
@@ -89,6 +92,9 @@ pub struct OnStream {
     image: Arc<HostMemory>,
     marks: VecDeque<(u64, Fence)>,
     batches: VecDeque<(u64, Fence)>,
+    /// Waits of the work, of which the time was not asked for yet.
+    waits: VecDeque<(Moment, Moment)>,
+    waited: Duration,
 }
 
 impl OnStream {
@@ -109,7 +115,18 @@ impl OnStream {
             image,
             marks: VecDeque::new(),
             batches: VecDeque::new(),
+            waits: VecDeque::new(),
+            waited: Duration::ZERO,
         })
+    }
+
+    /// Adds the times of the oldest waits up, until `count` are left.
+    fn add_waits(&mut self, count: usize) {
+        while self.waits.len() > count {
+            if let Some((from, to)) = self.waits.pop_front() {
+                self.waited += self.device.elapsed(from, to).unwrap_or_default();
+            }
+        }
     }
 
     /// Has `stream` wait for the fences up to a number.
@@ -169,7 +186,18 @@ impl Carrier for OnStream {
     }
 
     fn arrive(&mut self, batch: u64) -> Result<(), DeviceError> {
-        Self::pass(&*self.device, self.work, &mut self.batches, batch)
+        let from = self.device.moment(self.work);
+        Self::pass(&*self.device, self.work, &mut self.batches, batch)?;
+        if let (Ok(from), Ok(to)) = (from, self.device.moment(self.work)) {
+            self.waits.push_back((from, to));
+            self.add_waits(WAITS);
+        }
+        Ok(())
+    }
+
+    fn waited(&mut self) -> Duration {
+        self.add_waits(0);
+        self.waited
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {

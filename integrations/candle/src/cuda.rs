@@ -3,21 +3,22 @@
 use std::sync::Arc;
 
 use candle_core::{CudaDevice, Result};
-use memory_compiler::device::{Cuda, StreamId};
-use memory_compiler::{Compiler, Error, hook};
+use memory_compiler::Error;
+use memory_compiler::device::{Call, Cuda, Device, StreamId};
 
-/// A compiler for the GPU and the stream of a Candle device.
-pub(crate) fn compiler(device: &CudaDevice, options: memory_compiler::Options) -> Result<Compiler> {
-    hook::cuda::check().map_err(crate::wrap)?;
-    let stream = device.cuda_stream();
-    let gpu = Cuda::new(stream.context().ordinal()).map_err(|source| {
+/// The memory of the GPU under a Candle device.
+pub(crate) fn open(device: &CudaDevice) -> Result<Arc<dyn Device>> {
+    let ordinal = device.cuda_stream().context().ordinal();
+    let gpu = Cuda::new(ordinal).map_err(|source| {
         crate::wrap(Error::Device {
-            call: memory_compiler::device::Call::Reserve,
+            call: Call::Reserve,
             source,
         })
     })?;
-    let mut compiler = Compiler::new(Arc::new(gpu), options).map_err(crate::wrap)?;
-    let stream = StreamId(stream.cu_stream().addr() as u64);
-    compiler.use_stream(stream).map_err(crate::wrap)?;
-    Ok(compiler)
+    Ok(Arc::new(gpu))
+}
+
+/// The stream on which a Candle device works and allocates.
+pub(crate) fn stream(device: &CudaDevice) -> StreamId {
+    StreamId(device.cuda_stream().cu_stream().addr() as u64)
 }

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
 use memory_compiler_candle::{Options, Paged, PagedStats};
 use memory_compiler_models::{
-    Denoiser, Error, ModelKind, Result,
+    Denoiser, Error, ModelKind, Result, parse_bytes,
     compiled::Compiled,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
@@ -308,21 +308,5 @@ fn parse_class(text: &str) -> std::result::Result<Class, String> {
         _ if text == "all" => Ok(Class::All),
         Ok(digit @ 0..=9) => Ok(Class::One(digit)),
         _ => Err("a class is 0 to 9 or all".into()),
-    }
-}
-
-/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
-fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let unit = match text[digits.len()..].trim() {
-        "" | "B" => 1,
-        "K" | "KiB" => 1 << 10,
-        "M" | "MiB" => 1 << 20,
-        "G" | "GiB" => 1 << 30,
-        _ => 0u64,
-    };
-    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
-        Some(bytes) if bytes > 0 => Ok(bytes),
-        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
     }
 }

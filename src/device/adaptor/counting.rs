@@ -3,9 +3,10 @@
 //! May import: `device`, `units`.
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
+use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Counts the calls that reach a device, and what they leave reserved, created and mapped.
@@ -222,6 +223,14 @@ impl<D: Device> Device for Counting<D> {
 
     fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
         self.upstream.host_memory(size)
+    }
+
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        self.upstream.moment(stream)
+    }
+
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        self.upstream.elapsed(from, to)
     }
 
     fn copy_stream(&self) -> Result<StreamId, DeviceError> {

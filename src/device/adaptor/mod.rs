@@ -28,8 +28,9 @@ pub use limiting::Limiting;
 pub use streams::{Streams, Work};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use super::{Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
+use super::{Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
@@ -90,6 +91,12 @@ macro_rules! forward {
     (@ host_memory $self:ident $upstream:expr) => {
         forward!(@@ host_memory(size: Bytes) -> Result<HostMemory, DeviceError>, $self $upstream);
     };
+    (@ moment $self:ident $upstream:expr) => {
+        forward!(@@ moment(stream: StreamId) -> Result<Moment, DeviceError>, $self $upstream);
+    };
+    (@ elapsed $self:ident $upstream:expr) => {
+        forward!(@@ elapsed(from: Moment, to: Moment) -> Result<Duration, DeviceError>, $self $upstream);
+    };
     (@ copy_stream $self:ident $upstream:expr) => {
         forward!(@@ copy_stream() -> Result<StreamId, DeviceError>, $self $upstream);
     };
@@ -109,7 +116,8 @@ use forward;
 impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, memory, write, read, fill, host_memory, copy_stream, enqueue_copy);
+        synchronise, fence, wait, memory, write, read, fill, host_memory, copy_stream, enqueue_copy,
+        moment, elapsed);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

@@ -9,6 +9,8 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -88,6 +90,31 @@ fn check(call: Call, code: CUresult) -> Result<(), DeviceError> {
             code: code as i32,
         }),
     }
+}
+
+type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> u32;
+
+/// The driver's call for the time between events: headers of CUDA name it differently, the driver has both.
+fn elapsed_time() -> Option<ElapsedTime> {
+    static FOUND: OnceLock<Option<ElapsedTime>> = OnceLock::new();
+    #[cfg(unix)]
+    fn find() -> Option<ElapsedTime> {
+        // SAFETY: the name is a C string; the library is the driver's, which is loaded already.
+        let library =
+            unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            return None;
+        }
+        // SAFETY: the library is open and stays so; the name is a C string.
+        let found = unsafe { libc::dlsym(library, c"cuEventElapsedTime".as_ptr()) };
+        // SAFETY: null becomes `None`; else it is the function of this signature in cuda.h.
+        unsafe { std::mem::transmute::<*mut c_void, Option<ElapsedTime>>(found) }
+    }
+    #[cfg(not(unix))]
+    fn find() -> Option<ElapsedTime> {
+        None
+    }
+    *FOUND.get_or_init(find)
 }
 
 /// Whether the driver's library can be loaded. cudarc panics without it.
@@ -313,11 +340,46 @@ impl Gpu {
     }
 
     pub fn record(&self, stream: StreamId) -> Result<Event, DeviceError> {
-        let timing_disabled = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        self.record_with(stream, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that takes the time.
+    pub fn record_time(&self, stream: StreamId) -> Result<Event, DeviceError> {
+        self.record_with(stream, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// The time between two events of [`record_time`](Self::record_time), which it waits for.
+    pub fn elapsed(&self, from: Event, to: Event) -> Result<Duration, DeviceError> {
+        let raw = |event: Event| ptr::with_exposed_provenance_mut(event.0);
+        // SAFETY: the books know that the event lives.
+        check(Call::Fence, unsafe { sys::cuEventSynchronize(raw(to)) })?;
+        let mut milliseconds = 0_f32;
+        let Some(elapsed_time) = elapsed_time() else {
+            return Err(DeviceError::Invalid {
+                call: Call::Fence,
+                reason: "this driver takes no time",
+            });
+        };
+        // SAFETY: both live and are done, the second by the call above and the first before it.
+        let code = unsafe { elapsed_time(&raw mut milliseconds, raw(from), raw(to)) };
+        if code != 0 {
+            return Err(DeviceError::Driver {
+                call: Call::Fence,
+                code: code.cast_signed(),
+            });
+        }
+        Ok(Duration::from_secs_f32(milliseconds.max(0.0) / 1e3))
+    }
+
+    fn record_with(
+        &self,
+        stream: StreamId,
+        flags: sys::CUevent_flags,
+    ) -> Result<Event, DeviceError> {
         let mut event = ptr::null_mut();
         // SAFETY: `event` is writable; the caller has entered the context.
         check(Call::Fence, unsafe {
-            sys::cuEventCreate(&raw mut event, timing_disabled)
+            sys::cuEventCreate(&raw mut event, flags as u32)
         })?;
         // SAFETY: the event is new. The stream is the caller's: a handle of this context, or 0, 1, 2.
         let recorded = check(Call::Fence, unsafe {

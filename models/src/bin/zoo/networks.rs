@@ -7,9 +7,8 @@ use candle_transformers::models::stable_diffusion::unet_2d::{
 };
 use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
 use candle_transformers::models::{mmdit, z_image};
+use candle_nn::VarBuilder;
 use clap::ValueEnum;
-
-use crate::random::weights;
 
 /// A model of candle-transformers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -69,8 +68,8 @@ pub struct Job {
 /// One step of a model, to be run again and again.
 pub type Network = Box<dyn Fn() -> Result<Tensor>>;
 
-/// Draws the weights and the inputs of a job.
-pub fn build(job: Job, device: &Device) -> Result<Network> {
+/// Takes the weights of a job from `vb` and draws its inputs.
+pub fn build(job: Job, device: &Device, vb: VarBuilder) -> Result<Network> {
     let Job {
         model,
         width,
@@ -82,7 +81,6 @@ pub fn build(job: Job, device: &Device) -> Result<Network> {
         Tensor::randn(0f32, 1f32, shape, device)?.to_dtype(dtype)
     };
     let (rows, columns) = (height / 8, width / 8);
-    let vb = weights(dtype, device);
     Ok(match model {
         Model::Sd15 | Model::Sdxl => {
             let config = unet(model);

@@ -1,0 +1,701 @@
+//! Weights of a GPU at the moment of their use: the calls that enqueue work, looked at on their way.
+//!
+//! ```text
+//!   cuLaunchKernel, cuMemcpyDtoDAsync, cuMemcpyDtoHAsync, cublasGemmStridedBatchedEx, …
+//!     └─ an address in a watched range among the arguments? ──> its watch makes the bytes be there
+//!     └─ then the driver, or cuBLAS
+//! ```
+//!
+//! Unmodified models name no scopes, but every kernel that reads a weight is given its address. So weights can
+//! be brought in for exactly the work that uses them, whatever the model. Like the hook for allocations it is
+//! one line in the program:
+//!
+//! ```
+//! memory_compiler::page_cuda_weights!();
+//! # fn main() {}
+//! ```
+//!
+//! What is seen: the calls above, from whoever makes them as plain external symbols (cudarc with
+//! `dynamic-linking`, which Candle uses). Arguments are looked at word by word as the driver describes a
+//! kernel's parameters, so that a structure with an address in it is seen too, and a number that looks like an
+//! address brings in weights for nothing. What is *not* seen: addresses that lie in the GPU's memory themselves,
+//! and libraries that launch through a runtime of their own (cuDNN, flash attention). Weights may not go there.
+//!
+//! A function's handle is taken to mean the same function while any range is watched.
+//!
+//! May import: `current`, `error`, `units`.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::ffi::{CStr, c_void};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{OnceLock, PoisonError, RwLock, Weak};
+
+use crate::current::Bookkeeping;
+use crate::error::Error;
+use crate::units::{Address, Bytes};
+
+/// Is told of addresses before work uses them.
+pub trait UseWatch: Send + Sync {
+    /// This thread is about to enqueue work that uses these addresses, all of them in the watched range.
+    ///
+    /// # Errors
+    /// Why the work may not run; the call then fails.
+    fn used(&self, addresses: &[Address]) -> Result<(), Error>;
+}
+
+struct Watched {
+    base: Address,
+    size: Bytes,
+    watch: Weak<dyn UseWatch>,
+}
+
+static WATCHED: RwLock<Vec<Watched>> = RwLock::new(Vec::new());
+/// All of them lie in between.
+static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
+static HIGHEST: AtomicU64 = AtomicU64::new(0);
+/// Grows when a range is added: what is known of functions may be out of date then.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+
+/// Has `watch` told of the uses of a range until it is dropped.
+pub fn watch_uses(base: Address, size: Bytes, watch: Weak<dyn UseWatch>) {
+    let _bookkeeping = Bookkeeping::begin();
+    let mut all = WATCHED.write().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|other| other.watch.strong_count() > 0);
+    all.push(Watched { base, size, watch });
+    GENERATION.fetch_add(1, Ordering::Release);
+    LOWEST.fetch_min(base.0, Ordering::Release);
+    HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
+}
+
+thread_local! {
+    /// Bytes of each parameter of a kernel, by its handle; and for which generation.
+    static PARAMETERS: RefCell<(u64, HashMap<usize, Box<[usize]>>)> = RefCell::default();
+    /// Why a call of this thread failed last.
+    static FAILED: RefCell<Option<Error>> = const { RefCell::new(None) };
+    /// While [`check`] looks: whether a call arrived.
+    static PROBE: Cell<Option<bool>> = const { Cell::new(None) };
+    /// Whether a watch runs on this thread: what it enqueues is its own.
+    static WATCHING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Why the last call of this thread that was refused was refused.
+#[must_use]
+pub fn take_error() -> Option<Error> {
+    FAILED.with_borrow_mut(Option::take)
+}
+
+/// Whether `call`, with arguments that do nothing, arrives here.
+pub fn probe(call: impl FnOnce()) -> bool {
+    PROBE.set(Some(false));
+    call();
+    PROBE.replace(None) == Some(true)
+}
+
+fn is_probe() -> bool {
+    let probing = PROBE.get().is_some();
+    if probing {
+        PROBE.set(Some(true));
+    }
+    probing
+}
+
+/// Whether the driver's calls that cudarc makes in this program arrive here.
+///
+/// # Errors
+/// [`Error::CudaUsesMissing`], whose text is the line to add.
+pub fn check() -> Result<(), Error> {
+    use cudarc::driver::sys;
+    let null = std::ptr::null_mut();
+    let is_here = next(c"cuFuncGetParamInfo").is_some()
+        && probe(|| {
+            let params = std::ptr::null_mut();
+            // SAFETY: no function: refused by the driver, nothing is launched.
+            let _ = unsafe {
+                sys::cuLaunchKernel(null, 1, 1, 1, 1, 1, 1, 0, std::ptr::null_mut(), params, params)
+            };
+        })
+        && probe(|| {
+            // SAFETY: no bytes are copied.
+            let _ = unsafe { sys::cuMemcpyDtoDAsync_v2(0, 0, 0, std::ptr::null_mut()) };
+        })
+        && probe(|| {
+            // SAFETY: no bytes are copied.
+            let _ = unsafe {
+                sys::cuMemcpyDtoHAsync_v2(std::ptr::null_mut(), 0, 0, std::ptr::null_mut())
+            };
+        });
+    if is_here {
+        Ok(())
+    } else {
+        Err(Error::CudaUsesMissing)
+    }
+}
+
+/// The definition of a symbol behind this program's own: the driver's, or cuBLAS's.
+fn next(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: the name is a C string.
+    let mut found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+    if found.is_null() {
+        // SAFETY: the name is a C string; the library is the driver's, which the program uses anyway.
+        let library =
+            unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if !library.is_null() {
+            // SAFETY: the library is open and stays so; the name is a C string.
+            found = unsafe { libc::dlsym(library, name.as_ptr()) };
+        }
+    }
+    (!found.is_null()).then_some(found)
+}
+
+/// A function behind this program's own definition, looked for once.
+struct Upstream(OnceLock<usize>, &'static CStr);
+
+impl Upstream {
+    const fn new(name: &'static CStr) -> Self {
+        Self(OnceLock::new(), name)
+    }
+
+    fn get(&self) -> Option<*const c_void> {
+        let at = *self.0.get_or_init(|| {
+            let _bookkeeping = Bookkeeping::begin();
+            next(self.1).map_or(0, |found| found.expose_provenance())
+        });
+        (at != 0).then(|| std::ptr::with_exposed_provenance(at))
+    }
+}
+
+impl fmt::Debug for Upstream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Upstream").field(&self.1).finish()
+    }
+}
+
+/// Words that may be addresses of watched ranges.
+#[derive(Default)]
+struct Words {
+    few: [u64; 8],
+    count: usize,
+    more: Vec<u64>,
+}
+
+impl Words {
+    fn add(&mut self, word: u64) {
+        let is_in = word >= LOWEST.load(Ordering::Relaxed) && word < HIGHEST.load(Ordering::Relaxed);
+        if !is_in {
+            return;
+        }
+        match self.few.get_mut(self.count) {
+            Some(place) => {
+                *place = word;
+                self.count += 1;
+            }
+            None => self.more.push(word),
+        }
+    }
+
+    /// Tells the watches; whether the work may run.
+    fn tell(self) -> bool {
+        if self.count == 0 || WATCHING.get() {
+            return true;
+        }
+        let words = self.few[..self.count].iter().chain(&self.more);
+        tell(words.copied().map(Address))
+    }
+}
+
+#[cold]
+fn tell(words: impl Iterator<Item = Address>) -> bool {
+    let _bookkeeping = Bookkeeping::begin();
+    let words: Vec<Address> = words.collect();
+    let all = WATCHED.read().unwrap_or_else(PoisonError::into_inner);
+    let mut told = Ok(());
+    WATCHING.set(true);
+    for watched in all.iter() {
+        let is_in = |word: &&Address| word.0.wrapping_sub(watched.base.0) < watched.size.0;
+        let used: Vec<Address> = words.iter().filter(is_in).copied().collect();
+        if let (false, Some(watch)) = (used.is_empty(), watched.watch.upgrade()) {
+            told = told.and_then(|()| watch.used(&used));
+        }
+    }
+    WATCHING.set(false);
+    drop(all);
+    let Err(error) = told else {
+        return true;
+    };
+    tracing::error!(%error, "work on weights was refused");
+    FAILED.with_borrow_mut(|failed| *failed = Some(error));
+    false
+}
+
+fn is_idle() -> bool {
+    HIGHEST.load(Ordering::Relaxed) == 0
+}
+
+type ParamInfo = unsafe extern "C" fn(*mut c_void, usize, *mut usize, *mut usize) -> u32;
+
+/// How many bytes each parameter of a kernel has.
+fn sizes_of(function: *mut c_void) -> Box<[usize]> {
+    static INFO: Upstream = Upstream::new(c"cuFuncGetParamInfo");
+    let Some(info) = INFO.get() else {
+        return Box::default();
+    };
+    // SAFETY: it is the function of this signature in cuda.h (12.4 and later).
+    let info = unsafe { std::mem::transmute::<*const c_void, ParamInfo>(info) };
+    let mut sizes = Vec::new();
+    loop {
+        let (mut offset, mut size) = (0, 0);
+        // SAFETY: the function is the one that is about to be launched; the others are writable. An index
+        // past the last parameter is refused.
+        let code = unsafe { info(function, sizes.len(), &raw mut offset, &raw mut size) };
+        if code != 0 {
+            return sizes.into();
+        }
+        sizes.push(size);
+    }
+}
+
+/// Adds the words of a kernel's parameters.
+///
+/// # Safety
+/// As of the launch: `params`, if not null, has an address of each parameter of `function`.
+unsafe fn add_parameters(words: &mut Words, function: *mut c_void, params: *mut *mut c_void) {
+    PARAMETERS.with_borrow_mut(|(generation, known)| {
+        let _bookkeeping = Bookkeeping::begin();
+        let now = GENERATION.load(Ordering::Acquire);
+        if *generation != now {
+            known.clear();
+            *generation = now;
+        }
+        let sizes = known
+            .entry(function.addr())
+            .or_insert_with(|| sizes_of(function));
+        for (index, &size) in sizes.iter().enumerate() {
+            // SAFETY: the driver knows that many parameters, and the caller gives each.
+            let param = unsafe { params.add(index).read() };
+            for word in 0..size / 8 {
+                // SAFETY: the parameter has `size` bytes; alignment is not asked for.
+                words.add(unsafe { param.cast::<u64>().add(word).read_unaligned() });
+            }
+        }
+    });
+}
+
+/// Adds the words of parameters that are passed as one buffer.
+///
+/// # Safety
+/// As of the launch: `extra` is null or a list of names and values that ends with null.
+unsafe fn add_extra(words: &mut Words, mut extra: *mut *mut c_void) {
+    const POINTER: usize = 1;
+    const SIZE: usize = 2;
+    let (mut buffer, mut size) = (std::ptr::null_mut::<c_void>(), 0);
+    while !extra.is_null() {
+        // SAFETY: the list has not ended.
+        let name = unsafe { extra.read() }.addr();
+        if name != POINTER && name != SIZE {
+            break;
+        }
+        // SAFETY: each name has a value.
+        let value = unsafe { extra.add(1).read() };
+        if name == POINTER {
+            buffer = value;
+        } else {
+            // SAFETY: the value is the address of a size.
+            size = unsafe { value.cast::<usize>().read() };
+        }
+        // SAFETY: another name, or the end, follows.
+        extra = unsafe { extra.add(2) };
+    }
+    for word in 0..size / 8 {
+        // SAFETY: the buffer has `size` bytes.
+        words.add(unsafe { buffer.cast::<u64>().add(word).read_unaligned() });
+    }
+}
+
+const NOT_INITIALIZED: u32 = 3;
+const INVALID_VALUE: u32 = 1;
+const OUT_OF_MEMORY: u32 = 2;
+const CUBLAS_NOT_INITIALIZED: u32 = 1;
+const CUBLAS_ALLOC_FAILED: u32 = 3;
+
+/// Calls the upstream of this name and type with these arguments, after the watches were told.
+macro_rules! pass {
+    ($name:literal: $kind:ty, $words:expr, $missing:expr, $refused:expr, ($($argument:expr),+ $(,)?)) => {{
+        static UPSTREAM: Upstream = Upstream::new($name);
+        if !is_idle() && !$words.tell() {
+            return $refused;
+        }
+        let Some(call) = UPSTREAM.get() else {
+            return $missing;
+        };
+        // SAFETY: it is the function of this signature in the library's header.
+        let call = unsafe { std::mem::transmute::<*const c_void, $kind>(call) };
+        // SAFETY: the caller keeps the contract of the library's call.
+        unsafe { call($($argument),+) }
+    }};
+}
+
+fn words_of(addresses: impl IntoIterator<Item = u64>) -> Words {
+    let mut words = Words::default();
+    addresses.into_iter().for_each(|word| words.add(word));
+    words
+}
+
+/// What `cuLaunchKernel` is in a program with [`page_cuda_weights!`](crate::page_cuda_weights).
+///
+/// # Safety
+/// As the driver's call.
+#[allow(clippy::too_many_arguments, reason = "the driver's own")]
+pub unsafe fn launch_kernel(
+    function: *mut c_void,
+    grid: [u32; 3],
+    block: [u32; 3],
+    shared: u32,
+    stream: *mut c_void,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> u32 {
+    if function.is_null() && is_probe() {
+        return INVALID_VALUE;
+    }
+    let mut words = Words::default();
+    if !is_idle() {
+        if !params.is_null() {
+            // SAFETY: the caller keeps the contract of the driver's call.
+            unsafe { add_parameters(&mut words, function, params) };
+        }
+        // SAFETY: the caller keeps the contract of the driver's call.
+        unsafe { add_extra(&mut words, extra) };
+    }
+    type Launch = unsafe extern "C" fn(
+        *mut c_void,
+        u32,
+        u32,
+        u32,
+        u32,
+        u32,
+        u32,
+        u32,
+        *mut c_void,
+        *mut *mut c_void,
+        *mut *mut c_void,
+    ) -> u32;
+    let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
+    pass!(
+        c"cuLaunchKernel": Launch, words, NOT_INITIALIZED, OUT_OF_MEMORY,
+        (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra)
+    )
+}
+
+/// What `cuMemcpyDtoDAsync_v2` is in a program with [`page_cuda_weights!`](crate::page_cuda_weights).
+///
+/// # Safety
+/// As the driver's call.
+pub unsafe fn copy_on_device(to: u64, from: u64, size: usize, stream: *mut c_void) -> u32 {
+    if size == 0 && is_probe() {
+        return INVALID_VALUE;
+    }
+    type Copy = unsafe extern "C" fn(u64, u64, usize, *mut c_void) -> u32;
+    pass!(
+        c"cuMemcpyDtoDAsync_v2": Copy, words_of([to, from]), NOT_INITIALIZED, OUT_OF_MEMORY,
+        (to, from, size, stream)
+    )
+}
+
+/// What `cuMemcpyDtoHAsync_v2` is in a program with [`page_cuda_weights!`](crate::page_cuda_weights).
+///
+/// # Safety
+/// As the driver's call.
+pub unsafe fn copy_to_host(to: *mut c_void, from: u64, size: usize, stream: *mut c_void) -> u32 {
+    if size == 0 && is_probe() {
+        return INVALID_VALUE;
+    }
+    type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, *mut c_void) -> u32;
+    pass!(
+        c"cuMemcpyDtoHAsync_v2": Copy, words_of([from]), NOT_INITIALIZED, OUT_OF_MEMORY,
+        (to, from, size, stream)
+    )
+}
+
+/// The arguments of `cublasGemmStridedBatchedEx`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+#[expect(missing_docs, reason = "named as in cuBLAS's manual")]
+pub struct Gemm {
+    pub handle: *mut c_void,
+    pub transposes: [u32; 2],
+    pub sizes: [i32; 3],
+    pub alpha: *const c_void,
+    pub a: *const c_void,
+    pub a_type: u32,
+    pub lda: i32,
+    pub stride_a: i64,
+    pub b: *const c_void,
+    pub b_type: u32,
+    pub ldb: i32,
+    pub stride_b: i64,
+    pub beta: *const c_void,
+    pub c: *mut c_void,
+    pub c_type: u32,
+    pub ldc: i32,
+    pub stride_c: i64,
+    pub batch_count: i32,
+    pub compute_type: u32,
+    pub algorithm: i32,
+}
+
+/// What `cublasGemmStridedBatchedEx` is in a program with
+/// [`page_cuda_weights!`](crate::page_cuda_weights).
+///
+/// # Safety
+/// As cuBLAS's call.
+pub unsafe fn gemm(g: Gemm) -> u32 {
+    if g.handle.is_null() && is_probe() {
+        return CUBLAS_NOT_INITIALIZED;
+    }
+    type Call = unsafe extern "C" fn(
+        *mut c_void,
+        u32,
+        u32,
+        i32,
+        i32,
+        i32,
+        *const c_void,
+        *const c_void,
+        u32,
+        i32,
+        i64,
+        *const c_void,
+        u32,
+        i32,
+        i64,
+        *const c_void,
+        *mut c_void,
+        u32,
+        i32,
+        i64,
+        i32,
+        u32,
+        i32,
+    ) -> u32;
+    let ([ta, tb], [m, n, k]) = (g.transposes, g.sizes);
+    let words = words_of([g.a.addr(), g.b.addr(), g.c.addr()].map(|address| address as u64));
+    pass!(
+        c"cublasGemmStridedBatchedEx": Call, words, CUBLAS_NOT_INITIALIZED, CUBLAS_ALLOC_FAILED,
+        (
+            g.handle, ta, tb, m, n, k, g.alpha, g.a, g.a_type, g.lda, g.stride_a, g.b, g.b_type, g.ldb,
+            g.stride_b, g.beta, g.c, g.c_type, g.ldc, g.stride_c, g.batch_count, g.compute_type,
+            g.algorithm
+        )
+    )
+}
+
+/// What `cublasDgemmStridedBatched` is in a program with
+/// [`page_cuda_weights!`](crate::page_cuda_weights); the types are those of the call.
+///
+/// # Safety
+/// As cuBLAS's call.
+pub unsafe fn gemm_f64(g: Gemm) -> u32 {
+    if g.handle.is_null() && is_probe() {
+        return CUBLAS_NOT_INITIALIZED;
+    }
+    type Call = unsafe extern "C" fn(
+        *mut c_void,
+        u32,
+        u32,
+        i32,
+        i32,
+        i32,
+        *const c_void,
+        *const c_void,
+        i32,
+        i64,
+        *const c_void,
+        i32,
+        i64,
+        *const c_void,
+        *mut c_void,
+        i32,
+        i64,
+        i32,
+    ) -> u32;
+    let ([ta, tb], [m, n, k]) = (g.transposes, g.sizes);
+    let words = words_of([g.a.addr(), g.b.addr(), g.c.addr()].map(|address| address as u64));
+    pass!(
+        c"cublasDgemmStridedBatched": Call, words, CUBLAS_NOT_INITIALIZED, CUBLAS_ALLOC_FAILED,
+        (
+            g.handle, ta, tb, m, n, k, g.alpha, g.a, g.lda, g.stride_a, g.b, g.ldb, g.stride_b, g.beta, g.c,
+            g.ldc, g.stride_c, g.batch_count
+        )
+    )
+}
+
+/// Puts the memory compiler between this program and the calls that enqueue work on a GPU, so that paged
+/// weights are in memory when work uses them. Goes into `main.rs`, or into the root of a test, a bench or an
+/// example, once, beside [`interpose_cuda!`](crate::interpose_cuda).
+///
+/// It defines `cuLaunchKernel`, `cuMemcpyDtoDAsync_v2`, `cuMemcpyDtoHAsync_v2`, `cublasGemmStridedBatchedEx`
+/// and `cublasDgemmStridedBatched`: what Candle calls. See [`hook::uses`](crate::hook::uses).
+#[macro_export]
+macro_rules! page_cuda_weights {
+    () => {
+        #[allow(
+            unsafe_code,
+            non_snake_case,
+            clippy::too_many_arguments,
+            reason = "defines symbols that the linker finds before the driver's and cuBLAS's"
+        )]
+        const _: () = {
+            use ::core::ffi::c_void;
+
+            use $crate::hook::uses;
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuLaunchKernel(
+                function: *mut c_void,
+                gx: u32,
+                gy: u32,
+                gz: u32,
+                bx: u32,
+                by: u32,
+                bz: u32,
+                shared: u32,
+                stream: *mut c_void,
+                params: *mut *mut c_void,
+                extra: *mut *mut c_void,
+            ) -> u32 {
+                let (grid, block) = ([gx, gy, gz], [bx, by, bz]);
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe {
+                    uses::launch_kernel(function, grid, block, shared, stream, params, extra)
+                }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemcpyDtoDAsync_v2(
+                to: u64,
+                from: u64,
+                size: usize,
+                stream: *mut c_void,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { uses::copy_on_device(to, from, size, stream) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
+                to: *mut c_void,
+                from: u64,
+                size: usize,
+                stream: *mut c_void,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { uses::copy_to_host(to, from, size, stream) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cublasGemmStridedBatchedEx(
+                handle: *mut c_void,
+                transa: u32,
+                transb: u32,
+                m: i32,
+                n: i32,
+                k: i32,
+                alpha: *const c_void,
+                a: *const c_void,
+                a_type: u32,
+                lda: i32,
+                stride_a: i64,
+                b: *const c_void,
+                b_type: u32,
+                ldb: i32,
+                stride_b: i64,
+                beta: *const c_void,
+                c: *mut c_void,
+                c_type: u32,
+                ldc: i32,
+                stride_c: i64,
+                batch_count: i32,
+                compute_type: u32,
+                algorithm: i32,
+            ) -> u32 {
+                let (transposes, sizes) = ([transa, transb], [m, n, k]);
+                // SAFETY: the caller keeps the contract of cuBLAS's call, which is the same.
+                unsafe {
+                    uses::gemm(uses::Gemm {
+                        handle,
+                        transposes,
+                        sizes,
+                        alpha,
+                        a,
+                        a_type,
+                        lda,
+                        stride_a,
+                        b,
+                        b_type,
+                        ldb,
+                        stride_b,
+                        beta,
+                        c,
+                        c_type,
+                        ldc,
+                        stride_c,
+                        batch_count,
+                        compute_type,
+                        algorithm,
+                    })
+                }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cublasDgemmStridedBatched(
+                handle: *mut c_void,
+                transa: u32,
+                transb: u32,
+                m: i32,
+                n: i32,
+                k: i32,
+                alpha: *const c_void,
+                a: *const c_void,
+                lda: i32,
+                stride_a: i64,
+                b: *const c_void,
+                ldb: i32,
+                stride_b: i64,
+                beta: *const c_void,
+                c: *mut c_void,
+                ldc: i32,
+                stride_c: i64,
+                batch_count: i32,
+            ) -> u32 {
+                let (transposes, sizes) = ([transa, transb], [m, n, k]);
+                // SAFETY: the caller keeps the contract of cuBLAS's call, which is the same.
+                unsafe {
+                    uses::gemm_f64(uses::Gemm {
+                        handle,
+                        transposes,
+                        sizes,
+                        alpha,
+                        a,
+                        a_type: 0,
+                        lda,
+                        stride_a,
+                        b,
+                        b_type: 0,
+                        ldb,
+                        stride_b,
+                        beta,
+                        c,
+                        c_type: 0,
+                        ldc,
+                        stride_c,
+                        batch_count,
+                        compute_type: 0,
+                        algorithm: 0,
+                    })
+                }
+            }
+        };
+    };
+}
