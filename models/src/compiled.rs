@@ -2,6 +2,7 @@
 
 use candle_core::Device;
 use memory_compiler::Stats;
+use memory_compiler::pager::Pager;
 use memory_compiler_candle::{Memory, Options};
 
 use crate::{Result, run::Stepper};
@@ -19,6 +20,15 @@ impl Compiled {
     /// When the program's global allocator is not the hook, or an option cannot work.
     pub fn new(options: &Options) -> Result<Self> {
         let memory = memory_compiler_candle::compiler_with(&Device::Cpu, options)?;
+        Ok(Self { memory })
+    }
+
+    /// The same, sharing a budget with weights.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharing(options: &Options, pager: &Pager) -> Result<Self> {
+        let memory = memory_compiler_candle::compiler_sharing(&Device::Cpu, options, pager)?;
         Ok(Self { memory })
     }
 

@@ -7,12 +7,13 @@
 //! ```
 //!
 //! Every group keeps the same share of its pages, so that copying is spread evenly over the work and the
-//! ring needs room only for what two groups in a row stream: one is used while the next one comes in. What
-//! two groups use (a page with the end of one and the begin of the next) is kept.
+//! ring needs room only for what two groups in a row stream: one is used while the next one comes in. A page
+//! that two groups in a row use (with the end of one and the begin of the next) streams once for both. What
+//! groups use that do not follow each other is kept.
 //!
 //! Pure: knows nothing of devices. May import: nothing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Steps in which the share that is kept is tried.
 const STEPS: usize = 1000;
@@ -20,44 +21,87 @@ const STEPS: usize = 1000;
 /// The pages that share each frame, for groups in order of use, each with its pages in ascending order, and
 /// `frames` frames for all. No ring where all of it fits; `None` where a group does not.
 pub(super) fn plan(groups: &[Vec<u32>], frames: usize) -> Option<Vec<Vec<u32>>> {
-    let mut uses: BTreeMap<u32, u32> = BTreeMap::new();
-    for &page in groups.iter().flatten() {
-        *uses.entry(page).or_default() += 1;
+    let mut users: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    for (number, &page) in groups
+        .iter()
+        .enumerate()
+        .flat_map(|(number, group)| group.iter().map(move |page| (number, page)))
+    {
+        users.entry(page).or_default().push(number);
     }
-    if uses.len() <= frames {
+    if users.len() <= frames {
         return Some(Vec::new());
     }
+    let is_alone = |users: &[usize]| users.len() == 1;
+    let is_near = |users: &[usize]| is_alone(users) || matches!(users, [a, b] if a + 1 == *b);
+    stream(groups, frames, &users, is_near).or_else(|| stream(groups, frames, &users, is_alone))
+}
+
+/// A plan that keeps all pages of which `may_stream` does not hold.
+fn stream(
+    groups: &[Vec<u32>],
+    frames: usize,
+    users: &BTreeMap<u32, Vec<usize>>,
+    may_stream: impl Fn(&[usize]) -> bool,
+) -> Option<Vec<Vec<u32>>> {
+    // Pages by the group that uses them first.
     let own: Vec<Vec<u32>> = groups
         .iter()
-        .map(|group| group.iter().copied().filter(|page| uses[page] == 1).collect())
+        .enumerate()
+        .map(|(number, group)| {
+            let is_own = |page: &&u32| users[page][0] == number && may_stream(&users[page]);
+            group.iter().filter(is_own).copied().collect()
+        })
         .collect();
-    let shared = uses.values().filter(|&&count| count > 1).count();
-    let left = frames.checked_sub(shared)?;
-    let kept_of = |group: &Vec<u32>, share: usize| group.len() * share / STEPS;
-    let kept = |share| own.iter().map(|group| kept_of(group, share)).sum::<usize>();
-    // What a group and the one after it stream; the first one comes after the last.
-    let window = |share| {
-        let streamed: Vec<usize> = own
-            .iter()
-            .map(|group| group.len() - kept_of(group, share))
-            .collect();
-        let next = streamed.iter().cycle().skip(1);
-        let pairs = streamed.iter().zip(next).map(|(one, next)| one + next);
+    let streamable: usize = own.iter().map(Vec::len).sum();
+    let left = frames.checked_sub(users.len() - streamable)?;
+    let streamed = |share: usize| -> BTreeSet<u32> {
+        let of_group = |group: &Vec<u32>| group[group.len() * share / STEPS..].to_vec();
+        own.iter().flat_map(of_group).collect()
+    };
+    // The most of these that a group and the one after it use; the first one comes after the last.
+    let window = |pages: &BTreeSet<u32>| {
+        let next = groups.iter().cycle().skip(1);
+        let pairs = groups.iter().zip(next).map(|(one, next)| {
+            let both: BTreeSet<&u32> = one.iter().chain(next).collect();
+            both.into_iter().filter(|page| pages.contains(page)).count()
+        });
         pairs.max().unwrap_or(0)
     };
-    let fits = |&share: &usize| kept(share) + window(share) <= left;
-    let share = (0..STEPS).rev().find(fits).unwrap_or(0);
+    // More kept pages leave less room for the ring: the largest share is found by halving.
+    let fits = |share: usize| {
+        let pages = streamed(share);
+        streamable - pages.len() + window(&pages) <= left
+    };
+    let (mut share, mut above) = (0, STEPS);
+    while above - share > 1 {
+        let middle = share.midpoint(above);
+        if fits(middle) {
+            share = middle;
+        } else {
+            above = middle;
+        }
+    }
+    let pages = streamed(share);
     // Without room for two groups the next one comes in as far as there is room.
-    let ring = left - kept(share).min(left);
-    if own.iter().any(|group| group.len() - kept_of(group, share) > ring) {
+    let ring = left.checked_sub(streamable - pages.len())?;
+    let in_order = own.iter().flatten().filter(|page| pages.contains(page));
+    let ring_of: BTreeMap<u32, usize> = in_order
+        .enumerate()
+        .map(|(turn, &page)| (page, turn % ring.max(1)))
+        .collect();
+    let is_at_once = |group: &Vec<u32>| {
+        let mut taken = BTreeSet::new();
+        let mut frames_of = group.iter().filter_map(|page| ring_of.get(page));
+        frames_of.all(|&frame| frame < ring && taken.insert(frame))
+    };
+    if !groups.iter().all(is_at_once) {
         return None;
     }
-    let streamed = own.iter().flat_map(|group| &group[kept_of(group, share)..]);
-    let mut rings: Vec<Vec<u32>> = Vec::new();
-    for (turn, &page) in streamed.enumerate() {
-        match rings.get_mut(turn % ring) {
-            Some(members) => members.push(page),
-            None => rings.push(vec![page]),
+    let mut rings = vec![Vec::new(); ring.min(ring_of.len())];
+    for &page in own.iter().flatten() {
+        if let Some(&frame) = ring_of.get(&page) {
+            rings[frame].push(page);
         }
     }
     Some(rings)
@@ -120,11 +164,26 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_two_groups_are_kept() {
-        let groups = vec![vec![0, 1, 2, 3], vec![3, 4, 5, 6], vec![6, 7, 8, 9]];
-        let rings = plan(&groups, 7).unwrap();
-        check(&groups, 7, &rings);
-        assert!(rings.iter().flatten().all(|&page| page != 3 && page != 6));
+    fn a_page_of_two_groups_in_a_row_streams_and_one_of_others_is_kept() {
+        let groups = vec![
+            vec![0, 1, 2, 3, 20],
+            vec![3, 4, 5, 6],
+            vec![6, 7, 8, 9],
+            vec![9, 10, 11, 20],
+        ];
+        let rings = plan(&groups, 8).unwrap();
+        check(&groups, 8, &rings);
+        let streamed: Vec<u32> = rings.iter().flatten().copied().collect();
+        assert!(streamed.contains(&3) && streamed.contains(&6) && !streamed.contains(&20));
+    }
+
+    #[test]
+    fn groups_that_begin_within_pages_stream_in_little_memory() {
+        // Forty layers of two pages and a bit.
+        let groups: Vec<Vec<u32>> = (0..40).map(|layer| (2 * layer..2 * layer + 3).collect()).collect();
+        for frames in [24, 8, 6, 5] {
+            check(&groups, frames, &plan(&groups, frames).unwrap());
+        }
     }
 
     #[test]

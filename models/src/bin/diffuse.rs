@@ -3,18 +3,18 @@
 //!
 //! Whatever is wrong with what it is given, it says so in one line and exits with 2.
 
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
-use memory_compiler_candle::{Options, Paged, PagedStats};
+use memory_compiler_candle::{Options, Paged, PagedStats, pager};
 use memory_compiler_models::{
     Denoiser, Error, ModelKind, Result, parse_bytes,
     compiled::Compiled,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{Source, load, load_paged},
+    weights::{self, Source, load, load_paged},
 };
 use std::{
     path::PathBuf,
@@ -95,10 +95,14 @@ struct Memory {
 impl Memory {
     fn options(&self) -> Options {
         let defaults = Options::default();
+        let granule = match self.weight_budget {
+            Some(_) => weights::GRANULE,
+            None => defaults.granule,
+        };
         Options {
             strict: self.strict,
             budget: self.budget.map(Bytes),
-            granule: self.granule.map_or(defaults.granule, Bytes),
+            granule: self.granule.map_or(granule, Bytes),
             threshold: self.threshold.map_or(defaults.threshold, Bytes),
             ..defaults
         }
@@ -151,9 +155,14 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
-    let (model, paged) = match arguments.memory.weight_budget {
-        Some(budget) => {
-            let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
+    let options = arguments.memory.options();
+    let pager = match arguments.memory.weight_budget {
+        Some(budget) => Some(pager(&Device::Cpu, &options, Some(Bytes(budget)))?),
+        None => None,
+    };
+    let (model, paged) = match &pager {
+        Some(pager) => {
+            let (model, paged) = load_paged(arguments.model, source, &Device::Cpu, pager)?;
             (model, Some(paged))
         }
         None => (load(arguments.model, source)?, None),
@@ -161,9 +170,10 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
-    let mut compiled = match arguments.memory.no_compile {
-        true => None,
-        false => Some(Compiled::new(&arguments.memory.options())?),
+    let mut compiled = match (arguments.memory.no_compile, &pager) {
+        (true, _) => None,
+        (false, Some(pager)) => Some(Compiled::sharing(&options, pager)?),
+        (false, None) => Some(Compiled::new(&options)?),
     };
     let (images, time, calls) = match &mut compiled {
         Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
@@ -200,17 +210,19 @@ fn draw(arguments: &Arguments) -> Result<()> {
 /// What the weights did between loading and the end of sampling.
 fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
     let copied = ran.copied.0 - loaded.copied.0;
+    let waited = (ran.waited - loaded.waited).as_secs_f64() * 1e3;
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
-        "weights", "budget", "resident", "evicted", "copied a step", "past budget"
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>15} {:>12}",
+        "weights", "budget", "resident", "evicted", "copied a step", "waited a step", "past budget"
     );
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12.2} ms {:>12}",
         ran.weights,
-        ran.pager.limit,
-        ran.pager.resident,
-        ran.weights.saturating_sub(ran.pager.resident),
+        ran.pager.weights_limit,
+        ran.resident,
+        ran.weights.saturating_sub(ran.resident),
         Bytes(copied / calls.max(1)),
+        waited / calls.max(1) as f64,
         ran.pager.beyond_peak,
     );
 }

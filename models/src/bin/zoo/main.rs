@@ -58,6 +58,9 @@ struct Arguments {
     /// Keep at most this much of the weights in memory: a table with a line for each of these (4GiB,8GiB).
     #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = memory_compiler_models::parse_bytes)]
     weight_budget: Vec<u64>,
+    /// With a weight budget: run this model on the same budget afterwards, then the first one again.
+    #[arg(long, value_enum)]
+    then: Option<Model>,
     /// No line of titles.
     #[arg(long)]
     bare: bool,
@@ -115,8 +118,18 @@ fn run(arguments: &Arguments) -> Result<bool> {
         dtype,
     };
     if !arguments.weight_budget.is_empty() {
-        let budgets = arguments.weight_budget.iter().copied().map(Bytes);
-        return paged::table(job, &device, &gpu, budgets, arguments.steps);
+        let plan = paged::Plan {
+            job,
+            budgets: arguments.weight_budget.iter().copied().map(Bytes).collect(),
+            steps: arguments.steps,
+            then: arguments.then.map(|model| Job {
+                model,
+                batch: model.usual_batch(),
+                dtype: model.usual_dtype(),
+                ..job
+            }),
+        };
+        return paged::table(&plan, &device, &gpu);
     }
     device.set_seed(1)?;
     let network = networks::build(job, &device, weights(dtype, &device))?;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::{Cuda, Device as _};
+use memory_compiler::pager::Pager;
 use memory_compiler::{Bytes, hook};
 use memory_compiler_candle::{Memory, Options, Paged};
 
@@ -28,14 +29,19 @@ struct Run {
     calls: u64,
 }
 
+/// What is to be measured.
+pub struct Plan {
+    pub job: Job,
+    /// Of the weights, each a line.
+    pub budgets: Vec<Bytes>,
+    pub steps: usize,
+    /// A second model on the same budget, run after the steps.
+    pub then: Option<Job>,
+}
+
 /// Prints a line for each budget; whether all computed the same bits and kept to their budgets.
-pub fn table(
-    job: Job,
-    device: &Device,
-    gpu: &Cuda,
-    budgets: impl Iterator<Item = Bytes>,
-    count: usize,
-) -> Result<bool> {
+pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
+    let (job, count) = (plan.job, plan.steps);
     let bandwidth = bandwidth(gpu)?;
     println!("host to device: {:.1} GB/s", bandwidth / 1e9);
     let (resident, capacity) = {
@@ -74,8 +80,7 @@ pub fn table(
         "peak"
     );
     let mut kept = true;
-    for budget in budgets {
-        let base = in_use(gpu)?;
+    for &budget in &plan.budgets {
         let began = Instant::now();
         let pager = memory_compiler_candle::pager(device, &Options::default(), Some(budget))?;
         device.set_seed(1)?;
@@ -86,6 +91,8 @@ pub fn table(
         let network = networks::build(job, device, paged.var_builder())?;
         settle(device, gpu)?;
         let loaded = began.elapsed();
+        // No weight is there yet, but for what is too small to be paged.
+        let base = in_use(gpu)?;
         let mut memory =
             memory_compiler_candle::compiler_sharing(device, &Options::default(), &pager)?;
         let mut copied = Vec::new();
@@ -136,10 +143,61 @@ pub fn table(
             println!("FAILED: {} memory calls in a step", run.calls);
             kept = false;
         }
+        if let Some(then) = plan.then {
+            let output = after(then, device, &pager, &paged, &network, &mut memory)?;
+            if output != resident.output {
+                println!("FAILED: other bits after the second model");
+                kept = false;
+            }
+        }
         drop((network, memory, paged, pager));
         settle(device, gpu)?;
     }
     Ok(kept)
+}
+
+/// Runs a second model on the same budget, then the first one again; returns what that computes.
+fn after(
+    then: Job,
+    device: &Device,
+    pager: &Pager,
+    paged: &Paged,
+    network: &Network,
+    memory: &mut Memory,
+) -> Result<Vec<u32>> {
+    let source = weights(then.dtype, device);
+    // SAFETY: as for the first model.
+    let second = unsafe { Paged::over(pager, device, source, Bytes::gib(1)) }?;
+    let decode = networks::build(then, device, second.var_builder())?;
+    let before = paged.stats();
+    paged.rest();
+    for _ in 0..2 {
+        drop(memory.step_named("then", &decode)?);
+    }
+    device.synchronize()?;
+    second.rest();
+    let left = paged.stats();
+    let mut line = format!(
+        "          then {:?}: its weights {}, ours {} before and {} after it",
+        then.model,
+        second.stats().weights,
+        before.resident,
+        left.resident
+    );
+    let mut last = left;
+    let mut output = Vec::new();
+    for turn in ["back", "again", "and again"] {
+        output = bits(&memory.step(network)?)?;
+        let now = paged.stats();
+        line += &format!(
+            "; {turn}: {} copied, {} calls",
+            Bytes(now.copied.0 - last.copied.0),
+            now.pager.device_calls - last.pager.device_calls
+        );
+        last = now;
+    }
+    println!("{line}");
+    Ok(output)
 }
 
 fn run(
