@@ -93,13 +93,13 @@ impl Peak {
         *peak = (*peak).max(value);
     }
 
-    /// How much more there was later; an eighth and 1 MiB are noise.
+    /// How much more there was later; an eighth and 256 KiB are noise.
     fn growth(self) -> u64 {
         self.late.saturating_sub(self.early)
     }
 
     fn is_flat(self) -> bool {
-        self.growth() <= self.early / 8 + (1 << 20)
+        self.growth() <= self.early / 8 + (256 << 10)
     }
 }
 

@@ -8,7 +8,8 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames.
+//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames, then waits for
+//! the device and asks the driver for what its pool keeps. Only then there is no memory.
 //!
 //! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
 
@@ -184,8 +185,9 @@ impl Arena {
     /// Takes `count` pages, all or none.
     fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
         let mut new = Vec::with_capacity(count);
+        let mut reclaimed = false;
         while new.len() < count {
-            match self.pages.take() {
+            match self.pages.take_free() {
                 Ok(id) => new.push(id),
                 // Weights go first, then idle memory of the other space.
                 Err(Refused {
@@ -193,7 +195,14 @@ impl Arena {
                     ..
                 }) if self.evict_weights((count - new.len()) as u64)
                     || self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
-                Err(error) => {
+                Err(mut error) => {
+                    if matches!(error.source, DeviceError::OutOfMemory { .. }) && !reclaimed {
+                        reclaimed = true;
+                        match self.pages.reclaim() {
+                            Ok(()) => continue,
+                            Err(refused) => error = refused,
+                        }
+                    }
                     for id in new {
                         drop(self.pages.give_back(id));
                     }
@@ -341,6 +350,20 @@ impl Arena {
             self.pages.map(first, &ids)?;
         }
         let (away, gone) = self.placer.install(first, &frames, kept);
+        for id in self.take_away(away, gone).0 {
+            // A page that the device does not take stays spare.
+            drop(self.pages.give_back(id));
+        }
+        for frame in frames {
+            self.incomplete.remove(frame);
+        }
+        self.pages.budget.note_return();
+        Ok(first)
+    }
+
+    /// Takes mappings away that the placer has forgotten, and the pages of frames that it has. Returns the
+    /// pages that stand nowhere now, and whether every mapping is gone.
+    fn take_away(&mut self, away: Vec<(u32, u32)>, gone: Vec<u32>) -> (Vec<PageId>, bool) {
         // The last page of each frame whose mapping the device did not take away.
         let mut stuck = HashMap::new();
         for (page, frame) in away {
@@ -348,21 +371,35 @@ impl Arena {
                 stuck.insert(frame, page);
             }
         }
+        let mut free = Vec::new();
         for frame in gone {
             self.incomplete.remove(frame);
             if let Some(id) = self.page_of[frame as usize].take() {
                 match stuck.get(&frame) {
                     Some(&page) => self.pages.discard(page, &[id]),
-                    // A page that the device does not take stays spare.
-                    None => drop(self.pages.give_back(id)),
+                    None => free.push(id),
                 }
             }
         }
-        for frame in frames {
-            self.incomplete.remove(frame);
+        (free, stuck.is_empty())
+    }
+
+    /// Takes the windows of a space away of which no page is among `used`, and leaves their memory to
+    /// whoever needs the next page. `used` has all pages under live buffers and under what edges mention,
+    /// counted from the first of the space. A refusal changes nothing.
+    pub fn sweep(&mut self, space: Space, used: &BitSet) -> Result<(), Refusal> {
+        if self.placer.unused_count(space, used) > 0 {
+            // Work may still use them.
+            self.pages.synchronise()?;
+            let (away, gone) = self.placer.sweep(space, used);
+            let (free, is_clear) = self.take_away(away, gone);
+            free.into_iter().for_each(|id| self.pages.keep(id));
+            if !is_clear {
+                // Places that are still mapped are for the time when no others are left.
+                self.placer.forget_holes(space);
+            }
         }
-        self.pages.budget.note_return();
-        Ok(first)
+        Ok(())
     }
 
     /// Gives the memory of all idle frames back; their virtual pages and numbers stay.
@@ -374,12 +411,14 @@ impl Arena {
             .filter(|&f| self.page_of[f as usize].is_some())
             .collect();
         let trimmed = self.trim_frames(&idle);
+        self.pages.shed();
         self.pages.budget.note_return();
         trimmed?;
         Ok(Bytes(before - self.held().0))
     }
 
-    /// Makes the frames under `place` complete. A refusal leaves what it could complete.
+    /// Makes the frames under `place` complete. Where there is no memory for all of them nothing changes;
+    /// another refusal leaves what it could complete.
     pub fn complete(&mut self, place: Place) -> Result<(), Refusal> {
         if self.is_complete(place) {
             return Ok(());
@@ -406,19 +445,27 @@ impl Arena {
             .filter(|&&frame| self.page_of[frame as usize].is_none())
             .count();
         self.check_budget(without as u64, frames)?;
+        let mut new = self.take_pages(without, frames)?;
         for frame in missing {
-            if self.page_of[frame as usize].is_none() {
-                let id = self.take_pages(1, frames)?[0];
-                self.page_of[frame as usize] = Some(id);
-            }
-            let id = self.page_of[frame as usize].expect("taken above");
-            for i in 0..self.placer.aliases(frame).len() {
-                let page = self.placer.aliases(frame)[i];
-                if !self.pages.is_mapped(page) {
-                    self.pages.map(page, &[id])?;
-                }
+            let page = &mut self.page_of[frame as usize];
+            let id = *page.get_or_insert_with(|| new.pop().expect("one page for each without"));
+            if let Err(refused) = self.map_frame(frame, id) {
+                new.into_iter()
+                    .for_each(|id| drop(self.pages.give_back(id)));
+                return Err(refused.into());
             }
             self.incomplete.remove(frame);
+        }
+        Ok(())
+    }
+
+    /// Maps a page under all virtual pages of a frame.
+    fn map_frame(&mut self, frame: u32, id: PageId) -> Result<(), Refused> {
+        for i in 0..self.placer.aliases(frame).len() {
+            let page = self.placer.aliases(frame)[i];
+            if !self.pages.is_mapped(page) {
+                self.pages.map(page, &[id])?;
+            }
         }
         Ok(())
     }

@@ -10,16 +10,16 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crate::arena::Arena;
+use crate::bookkeeping::Bookkeeping;
 use crate::budget::Budget;
-use crate::current::{self, Bookkeeping};
+use crate::current;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
-use crate::graph::live::PAGE_UNITS_LIMIT;
-use crate::options::{Options, SMALLEST_THRESHOLD};
+use crate::options::{LARGEST_GRANULE, Options, SMALLEST_THRESHOLD};
 use crate::pager::Pager;
 use crate::stats::{Compiled, Stats, StepReport};
-use crate::units::{ALIGNMENT, Address, Bytes};
+use crate::units::{Address, Bytes};
 use crate::validate::{self, Fault};
 use crate::watch;
 
@@ -86,8 +86,8 @@ impl Compiler {
                 format!("{budget} is less than one page of {granule}"),
             );
         }
-        if granule.0 > u64::from(PAGE_UNITS_LIMIT) * ALIGNMENT.0 {
-            return wrong("granule", format!("{granule} is above 32 MiB"));
+        if granule > LARGEST_GRANULE {
+            return wrong("granule", format!("{granule} is above {LARGEST_GRANULE}"));
         }
         if options.edge_limit == 0 {
             return wrong("edge_limit", "nothing could be recorded".into());

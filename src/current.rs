@@ -9,8 +9,8 @@
 //! During a step the engine lies in a thread-local and nobody else can reach it, so it needs no lock.
 //! The thread-locals are initialised at compile time and are never dropped, so that an allocator may
 //! use them at any time in a thread's life, also in destructors of other thread-locals. Every entry
-//! borrows for the length of one call: what the engine itself allocates finds it borrowed (or `BUSY`)
-//! and passes through.
+//! borrows for the length of one call: what the engine itself allocates finds it borrowed (or the mark of
+//! [`Bookkeeping`]) and passes through.
 //!
 //! May import: layers 0 to 4, `engine`.
 
@@ -19,6 +19,7 @@ use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::bookkeeping::Bookkeeping;
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, By, Engine, OnError, Shared};
 use crate::error::{BadFree, Error};
@@ -30,7 +31,6 @@ type Active = RefCell<Vec<Box<Engine>>>;
 thread_local! {
     static ACTIVE: ManuallyDrop<Active> =
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
-    static BUSY: Cell<u32> = const { Cell::new(0) };
     static PROBE: Cell<bool> = const { Cell::new(false) };
     /// Whether this thread holds the registry's lock for writing: what is freed then is the registry's.
     static REGISTERING: Cell<bool> = const { Cell::new(false) };
@@ -41,23 +41,6 @@ static REGISTRY: RwLock<Vec<Arc<Shared>>> = RwLock::new(Vec::new());
 /// All their ranges lie in between, so that most frees are told foreign in two compares.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
-
-/// While it lives, nothing that this thread allocates is served by a step.
-#[derive(Debug)]
-pub(crate) struct Bookkeeping(());
-
-impl Bookkeeping {
-    pub fn begin() -> Self {
-        BUSY.set(BUSY.get() + 1);
-        Self(())
-    }
-}
-
-impl Drop for Bookkeeping {
-    fn drop(&mut self) {
-        BUSY.set(BUSY.get() - 1);
-    }
-}
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
@@ -141,7 +124,7 @@ pub(crate) fn with_innermost<T>(f: impl FnOnce(&mut Engine) -> T) -> Option<T> {
 /// allocates.
 #[inline]
 pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
-    if BUSY.get() > 0 {
+    if Bookkeeping::is_going_on() {
         PROBE.set(false);
         return None;
     }
@@ -158,25 +141,52 @@ pub(crate) fn alloc_host(size: Bytes) -> Option<Address> {
     })
 }
 
+/// Whether a step serves allocations of GPU memory for a stream.
+#[cfg(feature = "cuda")]
+#[inline]
+fn serves(engine: &Engine, stream: Option<StreamId>, context: impl Fn() -> Option<u64>) -> bool {
+    engine.gpu.is_some_and(|gpu| {
+        stream.map_or(!gpu.has_pools, |stream| stream == engine.stream)
+            && context().is_none_or(|context| context == gpu.context)
+    })
+}
+
+/// What [`alloc_gpu`] does where the innermost step serves the stream and its tape answers; else nothing
+/// has happened.
+#[cfg(feature = "cuda")]
+#[inline]
+pub(crate) fn replay_gpu(
+    stream: Option<StreamId>,
+    size: Bytes,
+    context: impl Fn() -> Option<u64>,
+) -> Option<Address> {
+    if Bookkeeping::is_going_on() {
+        return None;
+    }
+    ACTIVE.with(|active| {
+        let mut active = active.try_borrow_mut().ok()?;
+        let engine = active.last_mut()?;
+        if !serves(engine, stream, context) {
+            return None;
+        }
+        engine.replay(size, OnError::Refuse)
+    })
+}
+
 /// Serves an allocation of GPU memory from the innermost step of this thread that serves `stream` (none
 /// for the synchronous call) of the device that `context` names, where it must be told; `Ok(None)` where
 /// there is none. An error is for the step of that serial, if nobody else has memory.
 #[cfg(feature = "cuda")]
-#[inline]
+#[cold]
 pub(crate) fn alloc_gpu(
     stream: Option<StreamId>,
     size: Bytes,
     context: impl Fn() -> Option<u64>,
 ) -> Result<Option<Address>, (u64, Error)> {
-    if BUSY.get() > 0 {
+    if Bookkeeping::is_going_on() {
         return Ok(None);
     }
-    let serves = |engine: &Engine| {
-        engine.gpu.is_some_and(|gpu| {
-            stream.map_or(!gpu.has_pools, |stream| stream == engine.stream)
-                && context().is_none_or(|context| context == gpu.context)
-        })
-    };
+    let serves = |engine: &Engine| serves(engine, stream, &context);
     ACTIVE.with(|active| {
         let Ok(mut active) = active.try_borrow_mut() else {
             return Ok(None);
@@ -256,6 +266,30 @@ pub fn free(address: Address) -> Result<(), Error> {
 /// # Errors
 /// As [`free`], and [`Error::Device`] when the device refuses a fence (the buffer then stays live).
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
+    if free_replayed(stream, address) {
+        return Ok(());
+    }
+    free_on_any(stream, address)
+}
+
+/// What [`free_on`] does for a buffer of the innermost step of this thread and its stream; else nothing
+/// has happened.
+#[inline]
+pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
+    ACTIVE.with(|active| {
+        let Ok(mut active) = active.try_borrow_mut() else {
+            return false;
+        };
+        active.last_mut().is_some_and(|engine| {
+            engine.stream == stream
+                && engine.shared.contains(address)
+                && engine.free_live(address, By::Program)
+        })
+    })
+}
+
+#[cold]
+fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active
@@ -263,6 +297,10 @@ pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
             .rev()
             .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
+            if engine.shared.device.is_capturing(engine.stream) {
+                // It waits for the end of the capture, as those of other threads do.
+                return None;
+            }
             let ordered = order(&engine.shared, stream).and_then(|fence| {
                 let waited = engine.shared.device.wait(engine.stream, fence);
                 waited.map_err(|source| Error::Device {

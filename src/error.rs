@@ -1,8 +1,8 @@
 //! Layer 0: everything that can go wrong, with the numbers that a person needs to act on it.
 //!
-//! May import: `units`, and `device` for the error that a device returned.
+//! May import: `units`, `device_error`.
 
-use crate::device::{Call, DeviceError};
+use crate::device_error::{Call, DeviceError};
 use crate::units::{Address, Bytes};
 
 /// What the memory compiler could not do.

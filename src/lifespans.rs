@@ -87,6 +87,7 @@ pub fn read_csv(source: impl BufRead) -> Result<Vec<Row>, TraceError> {
     }
     let mut rows = Vec::new();
     let mut seen = HashMap::new();
+    let mut frames_left = FRAMES_LIMIT;
     for (line, text) in lines {
         let text = text.map_err(|error| TraceError::reading(line + 1, error))?;
         if text.trim().is_empty() {
@@ -131,11 +132,10 @@ pub fn read_csv(source: impl BufRead) -> Result<Vec<Row>, TraceError> {
             None => None,
             Some(_) => {
                 let frames = field(5).unwrap_or_default();
-                let frames = read_frames(frames).ok_or_else(|| {
-                    wrong(
-                        line,
-                        format!("frames are not numbers or ranges: {frames:?}"),
-                    )
+                let frames = read_frames(frames, &mut frames_left).ok_or_else(|| {
+                    let reason =
+                        format!("frames are not numbers or ranges, or too many: {frames:?}");
+                    wrong(line, reason)
                 })?;
                 Some(Spot {
                     offset: Bytes(number(4)?),
@@ -155,17 +155,16 @@ pub fn read_csv(source: impl BufRead) -> Result<Vec<Row>, TraceError> {
     Ok(rows)
 }
 
-/// Most frames that one field may name: a damaged range must not fill the memory.
-const FRAMES_LIMIT: usize = 1 << 24;
+/// Most frames that a file may name: damaged ranges must not fill the memory.
+const FRAMES_LIMIT: u64 = 1 << 24;
 
-fn read_frames(text: &str) -> Option<Vec<u32>> {
+/// The frames of a field, of which there may be `left` more.
+fn read_frames(text: &str, left: &mut u64) -> Option<Vec<u32>> {
     let mut frames = Vec::new();
     for part in text.split_whitespace() {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (first.parse::<u32>().ok()?, last.parse::<u32>().ok()?);
-        if last < first || frames.len() + (last - first) as usize >= FRAMES_LIMIT {
-            return None;
-        }
+        *left = left.checked_sub(u64::from(last.checked_sub(first)?) + 1)?;
         frames.extend(first..=last);
     }
     Some(frames)
@@ -335,7 +334,7 @@ mod tests {
             (
                 "id,lower,upper,size,offset,frames\n0,1,2,8,0,7-6\n",
                 2,
-                "frames are not numbers or ranges: \"7-6\"",
+                "frames are not numbers or ranges, or too many: \"7-6\"",
             ),
         ] {
             match read_csv(text.as_bytes()) {

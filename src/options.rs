@@ -6,6 +6,8 @@ use crate::units::Bytes;
 
 /// The smallest threshold that a compiler may ask for: what is smaller never asks for a step.
 pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
+/// The largest page that a device may have: larger ones would waste more than most buffers are.
+pub(crate) const LARGEST_GRANULE: Bytes = Bytes::mib(32);
 
 /// How a compiler works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]

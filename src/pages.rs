@@ -152,8 +152,22 @@ impl Pages {
         Address(self.base.0 + u64::from(page) * self.granule.0)
     }
 
-    /// A page: a spare one, or one from the device.
+    /// A page: a spare one, or one from the device, which gives first what its driver keeps for itself.
     pub fn take(&mut self) -> Result<PageId, Refused> {
+        match self.take_free() {
+            Err(Refused {
+                source: DeviceError::OutOfMemory { .. },
+                ..
+            }) => {
+                self.reclaim()?;
+                self.take_free()
+            }
+            taken => taken,
+        }
+    }
+
+    /// A page that needs nothing to be given up: a spare one, or one that the device has.
+    pub fn take_free(&mut self) -> Result<PageId, Refused> {
         self.tidy();
         if let Some(page) = self.spare.pop() {
             return Ok(page);
@@ -162,10 +176,30 @@ impl Pages {
         self.create_claimed(claimed)
     }
 
-    /// The same past the limit of a budget that is part of another.
+    /// As [`take`](Self::take), past the limit of a budget that is part of another.
     pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
-        let claimed = self.budget.claim_beyond(self.granule);
-        self.create_claimed(claimed)
+        for tries in 0.. {
+            let claimed = self.budget.claim_beyond(self.granule);
+            match self.create_claimed(claimed) {
+                Err(Refused {
+                    source: DeviceError::OutOfMemory { .. },
+                    ..
+                }) if tries == 0 => self.reclaim()?,
+                taken => return taken,
+            }
+        }
+        unreachable!("the second try is the last")
+    }
+
+    /// Waits for work that may still hold memory which is free already in program order, and lets the driver
+    /// give back what it keeps of that.
+    pub fn reclaim(&self) -> Result<(), Refused> {
+        self.synchronise()?;
+        let refused = |source| Refused {
+            call: Call::TrimPool,
+            source,
+        };
+        self.device.trim_pool().map_err(refused)
     }
 
     fn create_claimed(&mut self, claimed: bool) -> Result<PageId, Refused> {
@@ -179,26 +213,12 @@ impl Pages {
                 },
             });
         }
-        let page = self.create();
+        let page = self.call(Call::Create, |device| device.create());
         match page {
             Ok(_) => self.owned += 1,
             Err(_) => self.budget.give(self.granule),
         }
         page
-    }
-
-    fn create(&mut self) -> Result<PageId, Refused> {
-        match self.call(Call::Create, |device| device.create()) {
-            Err(Refused {
-                source: DeviceError::OutOfMemory { .. },
-                ..
-            }) => {
-                // Work that still runs may hold memory that is free already in program order.
-                self.synchronise()?;
-                self.call(Call::Create, |device| device.create())
-            }
-            result => result,
-        }
     }
 
     /// Gives an unmapped page back to the device. A refused page stays spare.

@@ -10,7 +10,7 @@
 //!
 //! A buffer of at least a page gets a window whose frames are free and pairwise distinct, from the
 //! first that is found of: a free window as long, a longer one, one that starts
-//! where a shorter one did, the free tail of the range (extended as needed), new virtual pages over
+//! where a shorter one did, addresses that a sweep won back, the free tail of the range (extended as needed), new virtual pages over
 //! free frames, new frames. A smaller one goes into the best fitting gap. Physical memory grows only
 //! when no frame is free, so fragmentation of addresses never costs memory.
 //!
@@ -28,6 +28,7 @@
 //! May import: `bits`.
 
 mod install;
+mod sweep;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,6 +97,10 @@ struct SpaceBooks {
     /// Windows that were used and are not, by page count and start. Buffers in other windows over the
     /// same frames may still be in their way.
     freed: BTreeMap<u32, BTreeSet<u32>>,
+    /// Runs of pages without a frame that a sweep left between others: `(count, first)`.
+    holes: BTreeSet<(u32, u32)>,
+    /// Pages at which the windows are worth looking through.
+    crowded_at: u32,
 }
 
 /// Windows that are tried, as long or longer and then shorter, before new virtual pages are taken.
@@ -114,8 +119,6 @@ pub(crate) struct Placer {
     /// Numbers of frames that were forgotten.
     retired: Vec<u32>,
     spaces: [SpaceBooks; 2],
-    /// Pages of the step's space at which its windows are worth looking through.
-    crowded_at: u32,
     epoch: u64,
 }
 
@@ -127,6 +130,7 @@ impl Placer {
         let space = |first_page, page_limit| SpaceBooks {
             first_page,
             page_limit,
+            crowded_at: page_limit / 2,
             ..SpaceBooks::default()
         };
         debug_assert!(page_units.is_power_of_two());
@@ -136,7 +140,6 @@ impl Placer {
             frames: Vec::new(),
             retired: Vec::new(),
             spaces: [space(0, split), space(split, page_limit - split)],
-            crowded_at: split / 2,
             epoch: 0,
         }
     }
@@ -356,7 +359,8 @@ impl Placer {
             return at(page, 0, Vec::new());
         }
         let page = self
-            .next_page(space, 1)
+            .hole(space, 1)
+            .or_else(|| self.next_page(space, 1))
             .or_else(|| self.room_in(space, 1))?;
         at(page, 0, vec![(page, Source::New)])
     }
@@ -377,12 +381,14 @@ impl Placer {
         if let Some(page) = self.freed_window(count, rest, space) {
             return plan(page, self.page_units, Vec::new());
         }
-        // The free tail of the range, then new virtual pages behind it.
+        // What a sweep left, or else the free tail of the range, then new virtual pages behind it.
         self.epoch += 1;
+        let hole = self.hole(space, count);
         let books = &self.spaces[space as usize];
         let mut tail = 0;
         for &frame in books.frame_of.iter().rev().take(count as usize) {
-            if frame == NO_FRAME
+            if hole.is_some()
+                || frame == NO_FRAME
                 || !books.free.contains(frame)
                 || self.frames[frame as usize].stamp == self.epoch
             {
@@ -391,7 +397,7 @@ impl Placer {
             self.frames[frame as usize].stamp = self.epoch;
             tail += 1;
         }
-        let page = match self.next_page(space, count - tail) {
+        let page = match hole.or_else(|| self.next_page(space, count - tail)) {
             Some(page) => page - tail,
             None => {
                 // Behind the last one no addresses are left; between others there may be.
@@ -509,6 +515,7 @@ impl Placer {
     pub fn commit(&mut self, plan: &Plan) -> Vec<u32> {
         let index = plan.space as usize;
         let mut numbers = Vec::with_capacity(plan.maps.len());
+        self.fill_hole(plan);
         for &(page, source) in &plan.maps {
             let number = match source {
                 Source::Frame(frame) => frame,

@@ -1,9 +1,9 @@
 //! Layer 5: where in a step we are: scope paths, their numbers, and positions.
 //!
 //! A *position* is a scope path and "the n-th allocation of this size in this run of the scope". It
-//! is how a buffer that outlives its step is recognised before it is made. Counting n on the hot path
-//! is one store: every tape entry knows its own position, so following a tape only has to leave the
-//! counters as recording would have. Whether a tape entry is at the same position is one compare of
+//! is how a buffer that outlives its step is recognised before it is made. Every tape entry knows its own
+//! position, so following a tape only has to leave the counters as recording would have, before the scope
+//! changes or something is recorded. Whether a tape entry is at the same position is one compare of
 //! `context`, a hash of the scope path and of the sizes asked for so far in this run of the scope.
 //!
 //! Scopes carry no correctness: the worst that a collision of contexts or a wrong position can do is
@@ -52,13 +52,14 @@ struct Open {
 
 /// See the module's page.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Scopes {
-    nodes: Vec<Node>,
-    roots: HashMap<Box<str>, u32>,
-    stack: Vec<Open>,
     /// Hash of where we are; see the module's page.
     pub context: u32,
     run: u64,
+    nodes: Vec<Node>,
+    roots: HashMap<Box<str>, u32>,
+    stack: Vec<Open>,
     last_run: u64,
     counters: Vec<Counter>,
     counter_of: HashMap<(u32, Units), u32, MixBuild>,
@@ -189,13 +190,23 @@ impl Scopes {
     }
 
     /// An allocation of `len` was served at a position.
+    pub fn count(&mut self, position: Position, len: Units) {
+        self.count_only(position);
+        self.go_on(len);
+    }
+
+    /// An allocation of `len` was served; its position is counted before the scope ends or records.
     #[inline]
-    pub fn count(&mut self, (counter, nth): Position, len: Units) {
+    pub fn go_on(&mut self, len: Units) {
+        self.context = mix::chain(self.context, len);
+    }
+
+    /// The innermost scope has had the allocation at a position.
+    pub fn count_only(&mut self, (counter, nth): Position) {
         self.counters[counter as usize] = Counter {
             run: self.run,
             count: nth + 1,
         };
-        self.context = mix::chain(self.context, len);
     }
 
     /// Keeps the counters of which `keep` holds, and returns the new number of each. No scope is open.

@@ -2,7 +2,7 @@
 //!
 //! Inside and outside of steps: a model runs the same without a compiler.
 //!
-//! May import: `current`.
+//! May import: `bookkeeping`.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, Weak};
 
-use crate::current::Bookkeeping;
+use crate::bookkeeping::Bookkeeping;
 
 /// Is told when a scope opens.
 pub trait ScopeWatch: Send + Sync {

@@ -3,12 +3,13 @@
 # the driver and the CUDA libraries, no Rust.
 #
 #   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
-#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, zoo or memcheck, else all
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, diffuse, bench, zoo or
+#                                   memcheck, else all
 #
 # Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
 set -uo pipefail
 
-usage() { sed -n '2,9p' "$0" >&2; exit 2; }
+usage() { sed -n '2,10p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 verb=$1; dir=$2; shift 2
 
@@ -39,8 +40,19 @@ build() {
   local candle=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
   collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
-  cargo build "${candle[@]}" --bin zoo
-  cp "${CARGO_TARGET_DIR:-target}/release/zoo" "$dir/zoo"; strip "$dir/zoo"
+  cargo build "${candle[@]}" --bin zoo --bin diffuse
+  for name in zoo diffuse; do
+    cp "${CARGO_TARGET_DIR:-target}/release/$name" "$dir/$name"; strip "$dir/$name"
+  done
+  cargo bench --no-run --message-format=json -p memory-compiler --features cuda --bench gpu |
+    python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and message["target"]["name"] == "gpu":
+        print(message["executable"])' | while read -r path; do
+      cp "$path" "$dir/bench-gpu"; strip "$dir/bench-gpu"
+    done
   # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
   local linked=${CARGO_TARGET_DIR:-target}/linked profile
   for profile in dev release thin fat; do
@@ -75,10 +87,26 @@ tests() {
   for binary in "$dir"/linked-*; do
     [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
   done
-  # The table of scenarios with the GPU in the place of `Host`. Two rows are left out: they look at the
-  # bytes of so many buffers, each with a copy from the device, that they take minutes.
-  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4 \
-    --skip case_08 --skip case_35
+  # The table of scenarios with the GPU in the place of `Host`.
+  try "scenarios on the GPU" env MEMORY_COMPILER_DEVICE=cuda "$dir/core-scenarios" --test-threads=4
+}
+
+# Every model, sampler and mode: the images are the same, bit for bit, with and without the compiler.
+diffuse() {
+  local model sampler mode
+  for model in unet dit; do
+    for sampler in euler ddim dpmpp-2m; do
+      for mode in flip-flop batched; do
+        try "diffuse $model $sampler $mode" "$dir/diffuse" --device cuda --model $model --strict \
+          --sampler $sampler --cfg-mode $mode --compare --out "$logs/$model-$sampler-$mode.png"
+      done
+    done
+  done
+}
+
+bench() {
+  try "bench through the hook" "$dir/bench-gpu" --bench
+  cat "$logs/bench_through_the_hook.log"
 }
 
 memcheck() {
@@ -107,6 +135,7 @@ sdxl 768 1 8 3
 vae 512 1 8 3
 sdxl 1024 2 4 2
 sd3 1024 2 3 2
+sd35 1024 2 3 2
 flux 1024 1 3 2
 z-image 1024 1 3 2}"
   cat "$table"
@@ -118,8 +147,8 @@ case $verb in
     logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
     for part in "${@:-all}"; do
       case $part in
-        tests|memcheck|zoo) $part ;;
-        all) tests; zoo; memcheck ;;
+        tests|diffuse|bench|memcheck|zoo) $part ;;
+        all) tests; diffuse; bench; zoo; memcheck ;;
         *) usage ;;
       esac
     done

@@ -488,6 +488,63 @@ fn a_buffer_that_is_freed_from_within_the_compilers_own_work_finds_its_owner() {
     assert!(device.is_empty(), "the buffer went back where it came from");
 }
 
+/// A compile and a limit to what is remembered make the books afresh: who owns a buffer stays known.
+#[test]
+fn safe_code_cannot_free_a_survivor_after_a_compile_or_a_forgetting() {
+    for forgets in [false, true] {
+        let device = device(Bytes::gib(1));
+        let options = Options {
+            edge_limit: if forgets { 4 } else { 1_000 },
+            ..Options::default()
+        };
+        let mut compiler = compiler_on(&device, options);
+        // In the step's own space, and in the survivors'.
+        let mut kept = Vec::new();
+        for n in 0..4 {
+            let step = || {
+                // Half a page is left empty by most: a compile holds less.
+                let mut live = Vec::new();
+                for i in 0..24 {
+                    live.push(filled(4 * KIB * (4 + i * 7 % 3) + 512 * (1 + i * 5 % 7), 1));
+                    if i % 3 == 2 {
+                        drop(live.remove(i * 11 % live.len()));
+                    }
+                }
+                let sizes = if n == 0 || !forgets { 40..41 } else { 40..48 };
+                Ok::<_, Error>(sizes.map(|size| filled(size * KIB, 3)).collect::<Vec<_>>())
+            };
+            kept.extend(compiler.step(step).unwrap());
+        }
+        if !forgets {
+            compiler.compile().unwrap();
+        }
+        let owned = |compiler: &mut Compiler| {
+            compiler
+                .step(|| {
+                    for buffer in &kept {
+                        let freed = memory_compiler::free(Address(buffer.as_ptr() as u64));
+                        let reason = memory_compiler::BadFree::Hooked;
+                        assert!(
+                            matches!(freed, Err(Error::BadFree { reason: r, .. }) if r == reason),
+                            "{freed:?}"
+                        );
+                    }
+                    Ok::<_, Error>(())
+                })
+                .unwrap();
+        };
+        owned(&mut compiler);
+        owned(&mut compiler);
+        let stats = compiler.stats();
+        assert_eq!(stats.edges_forgotten > 0, forgets, "{stats}");
+        assert_eq!(stats.compiled.is_some_and(|c| c.is_installed), !forgets);
+        assert_eq!(stats.survivors, kept.len() as u64);
+        drop(compiler);
+        drop(kept);
+        assert!(device.is_empty());
+    }
+}
+
 #[test]
 fn safe_code_cannot_free_a_block_that_a_value_owns() {
     let (_device, mut compiler) = compiler();

@@ -132,7 +132,11 @@ fn a_model_that_fits_is_copied_once_and_then_costs_no_call() {
         assert_eq!(model.ahead.stats().copied, pages(12));
         if step > 0 {
             assert_eq!(device.memory_calls(), calls);
-            assert_eq!(device.calls(Call::Fence), fences, "nothing is to be ordered");
+            assert_eq!(
+                device.calls(Call::Fence),
+                fences,
+                "nothing is to be ordered"
+            );
         }
     }
 }
@@ -227,8 +231,13 @@ fn a_thread_copies_the_next_group_while_this_one_is_in_use() {
             ahead.enter(groups[group]).unwrap();
             let (from, len) = (8 * group * PAGE as usize, 8 * PAGE as usize);
             let mut seen = vec![0; len];
-            device.read(Address(base.0 + from as u64), &mut seen).unwrap();
-            assert!(seen == image[from..from + len], "step {step}, group {group}");
+            device
+                .read(Address(base.0 + from as u64), &mut seen)
+                .unwrap();
+            assert!(
+                seen == image[from..from + len],
+                "step {step}, group {group}"
+            );
             ahead.leave(groups[group]);
         }
         if step == 15 {
@@ -273,15 +282,26 @@ fn a_second_model_takes_only_the_shortfall_and_the_first_one_only_takes_that_bac
         }
         let before = (model.ahead.stats().copied, device.calls(Call::Map));
         model.step(&device, &mut reads);
-        assert_eq!((model.ahead.stats().copied, device.calls(Call::Map)), before);
+        assert_eq!(
+            (model.ahead.stats().copied, device.calls(Call::Map)),
+            before
+        );
         decoder.step(&device, &mut reads);
         let whole = model.ahead.range().size();
         let left = model.ahead.range().residency(Bytes::ZERO, whole).unwrap();
-        assert_eq!(left.evicted, pages(6), "40 pages, of which 10 are the decoder's");
+        assert_eq!(
+            left.evicted,
+            pages(6),
+            "40 pages, of which 10 are the decoder's"
+        );
         let maps = device.calls(Call::Map);
         model.step(&device, &mut reads);
         assert_eq!(model.ahead.stats().copied.0 - before.0.0, 6 * PAGE);
-        assert_eq!(device.calls(Call::Map) - maps, 6, "what was left alone costs no call");
+        assert_eq!(
+            device.calls(Call::Map) - maps,
+            6,
+            "what was left alone costs no call"
+        );
         device.upstream().run_all(turn);
         check(&device, &mut reads);
     }
@@ -411,7 +431,9 @@ impl World {
         self.disarm();
         let count = 1 + self.random.below(6);
         let half = PAGE / 2;
-        let sizes: Vec<u64> = (0..count).map(|_| (1 + self.random.below(12)) * half).collect();
+        let sizes: Vec<u64> = (0..count)
+            .map(|_| (1 + self.random.below(12)) * half)
+            .collect();
         let seed = self.random.below(u64::MAX);
         let model = Model::new(&self.device, &self.pager, &sizes, seed);
         self.models.push(model);
@@ -429,7 +451,10 @@ impl World {
                 return;
             }
             Err(error) => {
-                assert!(self.armed && matches!(error, Error::Device { .. }), "{error}");
+                assert!(
+                    self.armed && matches!(error, Error::Device { .. }),
+                    "{error}"
+                );
                 self.failed += 1;
                 return;
             }
@@ -460,12 +485,16 @@ impl World {
         let skip = self.random.below(8);
         let with_step = self.random.below(3) == 0;
         let mut compiler = with_step.then(|| self.compiler.take()).flatten();
-        let step = compiler.as_mut().map(|compiler| compiler.begin("step").unwrap());
+        let step = compiler
+            .as_mut()
+            .map(|compiler| compiler.begin("step").unwrap());
         for group in 0..count {
             if group as u64 == skip {
                 continue;
             }
-            let buffer = step.as_ref().map(|step| step.alloc(pages(1 + group as u64 % 3)));
+            let buffer = step
+                .as_ref()
+                .map(|step| step.alloc(pages(1 + group as u64 % 3)));
             self.run(at, group, 0);
             match buffer {
                 Some(Ok(Allocation::Here(at))) => step.as_ref().unwrap().free(at).unwrap(),
@@ -531,7 +560,11 @@ impl World {
         }
         let books = self.device.books();
         assert!(books.held_peak <= pages(self.budget), "over the budget");
-        assert_eq!(books.held, self.pager.stats().used, "all that is held is claimed");
+        assert_eq!(
+            books.held,
+            self.pager.stats().used,
+            "all that is held is claimed"
+        );
         let stats = self.pager.stats();
         assert!(stats.resident <= stats.weights_limit);
     }
@@ -568,11 +601,21 @@ fn ten_thousand_programs_read_what_the_weights_are_and_stay_within_the_budget() 
                         }
                         assert_eq!(world.pager.stats().used, Bytes::ZERO);
                         assert!(world.device.is_empty(), "{:?}", world.device.books());
-                        [world.entered, world.refused, world.failed, world.steps, ahead, arranged]
+                        [
+                            world.entered,
+                            world.refused,
+                            world.failed,
+                            world.steps,
+                            ahead,
+                            arranged,
+                        ]
                     });
                     let reached = run.unwrap_or_else(|_| panic!("program {seed}"));
                     let mut total = total.lock().unwrap();
-                    total.iter_mut().zip(reached).for_each(|(sum, one)| *sum += one);
+                    total
+                        .iter_mut()
+                        .zip(reached)
+                        .for_each(|(sum, one)| *sum += one);
                 }
             });
         }

@@ -410,6 +410,40 @@ fn a_place_freed_on_another_threads_stream_is_taken_after_its_work() {
     }
 }
 
+/// While a step is captured into a graph its stream waits for no fence: a buffer that another stream
+/// freed stays live until the capture ends, whoever freed it.
+#[test]
+fn frees_of_other_streams_wait_for_the_end_of_a_capture() {
+    let counting = counting_host(Bytes(PAGE));
+    let streams = Arc::new(Streams::new(counting.clone()));
+    let mut compiler = Compiler::new(streams.clone(), options()).expect("a compiler");
+    let own = StreamId(0);
+    for turn in 0..3 {
+        let step = compiler.begin("step").expect("a step");
+        let [a, b, c] = [2, 3, 5].map(|pages| here(&step, pages * PAGE));
+        streams.set_capturing(own, true);
+        on_thread(move || free_on(WORKER, a)).expect("live");
+        free_on(WORKER, b).expect("live");
+        let d = here(&step, 7 * PAGE);
+        assert!(![a, b, c].contains(&d));
+        let live = step.snapshot().live;
+        for (at, pages) in [(a, 2), (b, 3), (c, 5), (d, 7)] {
+            assert!(live.contains(&(at, Bytes(pages * PAGE))), "turn {turn}");
+        }
+        // Its own stream's frees take effect at once.
+        step.free(d).expect("live");
+        assert_eq!(here(&step, 7 * PAGE), d);
+        streams.set_capturing(own, false);
+        step.free(d).expect("live");
+        assert_eq!(step.snapshot().live, [(c, Bytes(5 * PAGE))]);
+        step.free(c).expect("live");
+        step.finish().expect("the step ends well");
+        assert_eq!(compiler.stats().bad_frees, 0);
+    }
+    drop(compiler);
+    assert!(counting.is_empty());
+}
+
 /// Two devices stepped by one thread: each serves what is asked of it, and a free finds its device.
 #[test]
 fn two_devices_are_stepped_by_one_thread() {

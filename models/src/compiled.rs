@@ -19,7 +19,15 @@ impl Compiled {
     /// # Errors
     /// When the program's global allocator is not the hook, or an option cannot work.
     pub fn new(options: &Options) -> Result<Self> {
-        let memory = memory_compiler_candle::compiler_with(&Device::Cpu, options)?;
+        Self::on(&Device::Cpu, options)
+    }
+
+    /// A compiler for a device's memory.
+    ///
+    /// # Errors
+    /// When the hook for that device is not part of the program, or an option cannot work.
+    pub fn on(device: &Device, options: &Options) -> Result<Self> {
+        let memory = memory_compiler_candle::compiler_with(device, options)?;
         Ok(Self { memory })
     }
 
@@ -27,8 +35,8 @@ impl Compiled {
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn sharing(options: &Options, pager: &Pager) -> Result<Self> {
-        let memory = memory_compiler_candle::compiler_sharing(&Device::Cpu, options, pager)?;
+    pub fn sharing(device: &Device, options: &Options, pager: &Pager) -> Result<Self> {
+        let memory = memory_compiler_candle::compiler_sharing(device, options, pager)?;
         Ok(Self { memory })
     }
 

@@ -10,7 +10,7 @@
 //!
 //! Unfolding and folding back are each other's gradient.
 
-use candle_core::{CpuStorage, CustomOp1, Layout, Module, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Module, Result, Shape, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
 
 /// Pixels a 3×3 kernel looks at.
@@ -37,6 +37,11 @@ impl Conv3x3 {
     /// A convolution that answers zero until it is trained: the end of a residual branch.
     pub fn zeroed(channels_in: usize, channels_out: usize, vb: VarBuilder) -> Result<Self> {
         Self::with_init(channels_in, channels_out, Init::Const(0.0), vb)
+    }
+
+    /// Where its parameters are.
+    pub fn device(&self) -> &Device {
+        self.weight.device()
     }
 
     fn with_init(

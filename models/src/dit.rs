@@ -71,6 +71,10 @@ impl Dit {
 }
 
 impl Denoiser for Dit {
+    fn device(&self) -> &Device {
+        self.positions.device()
+    }
+
     fn forward(&self, latents: &Tensor, timestep: &Tensor, class: &Tensor) -> Result<Tensor> {
         let (condition, mut x) = {
             let _scope = memory_compiler::scope("embed");

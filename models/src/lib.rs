@@ -36,7 +36,7 @@ pub mod weights;
 
 pub use error::{Error, Result};
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 /// Height and width of every image, in pixels.
 pub const IMAGE_SIDE: usize = 28;
@@ -47,6 +47,9 @@ pub const NO_CLASS: u32 = 10;
 /// A network that looks at noisy images and predicts `v`, from which both the noise and the clean
 /// image follow (see [`schedule`]).
 pub trait Denoiser: std::fmt::Debug + Send + Sync {
+    /// Where the parameters are, and what it is given must be.
+    fn device(&self) -> &Device;
+
     /// Predicts `v` for a batch.
     ///
     /// - `latents`: `(batch, 1, 28, 28)`, noisy images around −1..1;

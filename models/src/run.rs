@@ -14,7 +14,7 @@ use crate::{
     Denoiser, Error, IMAGE_SIDE, NO_CLASS, Result, rng,
     sampler::{Method, Sampler},
 };
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 /// Runs the model's calls.
 pub trait Stepper {
@@ -107,7 +107,8 @@ impl Job {
     }
 }
 
-/// Draws the images of `job`: `(samples · classes, 1, 28, 28)`, the classes of one sample together.
+/// Draws the images of `job` on the model's device: `(samples · classes, 1, 28, 28)`, the classes of one
+/// sample together. The noise is made on the CPU, so that it is the same everywhere.
 ///
 /// Calls `progress` after every step of the sampler.
 pub fn sample(
@@ -118,14 +119,15 @@ pub fn sample(
 ) -> Result<Tensor> {
     job.check()?;
     let count = job.samples * job.classes.len();
-    let class = Tensor::from_vec(job.classes.repeat(job.samples), count, &Device::Cpu)?;
-    let no_class = Tensor::full(NO_CLASS, count, &Device::Cpu)?;
+    let device = model.device();
+    let class = Tensor::from_vec(job.classes.repeat(job.samples), count, device)?;
+    let no_class = Tensor::full(NO_CLASS, count, device)?;
     let both_classes = Tensor::cat(&[&class, &no_class], 0)?;
     let shape = (count, 1, IMAGE_SIDE, IMAGE_SIDE);
-    let mut latents = rng::normal(&mut rng::seeded(job.seed, &[]), shape)?;
+    let mut latents = rng::normal(&mut rng::seeded(job.seed, &[]), shape)?.to_device(device)?;
     let mut sampler = Sampler::new(job.method, job.steps);
     for (index, t) in sampler.timesteps().into_iter().enumerate() {
-        let times = |count: usize| Tensor::full(t as f32, count, &Device::Cpu);
+        let times = |count: usize| Tensor::full(t as f32, count, device);
         let prediction = if !job.is_guided(index) {
             let timestep = times(count)?;
             stepper.step("cond", || model.forward(&latents, &timestep, &class))?

@@ -18,7 +18,7 @@ use crate::{
     embedding::Conditioning,
     layers::{GroupNorm, Linear, normalise_groups},
 };
-use candle_core::{D, Result, Tensor};
+use candle_core::{D, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// Channels at 28×28, 14×14 and 7×7.
@@ -82,6 +82,10 @@ impl UNet {
 }
 
 impl Denoiser for UNet {
+    fn device(&self) -> &Device {
+        self.embed.device()
+    }
+
     fn forward(&self, latents: &Tensor, timestep: &Tensor, class: &Tensor) -> Result<Tensor> {
         let (condition, mut x) = {
             let _scope = memory_compiler::scope("embed");

@@ -42,7 +42,16 @@ pub fn embedded(kind: ModelKind) -> &'static [u8] {
 
 /// Builds a model over weights on the CPU.
 pub fn load(kind: ModelKind, source: Source) -> Result<Box<dyn Denoiser>> {
-    let vb = VarBuilder::from_tensors(read(kind, source)?, DType::F32, &Device::Cpu);
+    load_on(kind, source, &Device::Cpu)
+}
+
+/// Builds a model over weights on a device.
+pub fn load_on(kind: ModelKind, source: Source, device: &Device) -> Result<Box<dyn Denoiser>> {
+    let mut tensors = read(kind, source)?;
+    for tensor in tensors.values_mut() {
+        *tensor = tensor.to_device(device)?;
+    }
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
     kind.build(vb)
         .map_err(|error| unfit(kind, source, first_line(&error)))
 }
@@ -63,9 +72,7 @@ pub fn load_paged(
         // SAFETY: both models read a weight only in the scope of its prefix, on the thread that opened
         // it and on rayon's for it, or by work of Candle on a GPU; a model is handed out with its `Paged`, and
         // nothing writes to it.
-        Source::Embedded => unsafe {
-            Paged::over_bytes(pager, device, embedded(kind), DType::F32)
-        },
+        Source::Embedded => unsafe { Paged::over_bytes(pager, device, embedded(kind), DType::F32) },
         // They may go before the weights do.
         Source::Bytes(_) => {
             let why = "weights are paged from a file or from the program".to_string();

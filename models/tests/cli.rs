@@ -216,6 +216,15 @@ fn a_weight_budget_changes_no_pixel_and_prints_what_was_copied() {
 }
 
 #[test]
+fn devices_are_checked_before_anything_is_loaded() {
+    assert_refused(&["--device", "mars"], "cpu, cuda or cuda:N");
+    assert_refused(&["--device", "cuda:x"], "cpu, cuda or cuda:N");
+    if !cfg!(feature = "cuda") {
+        assert_refused(&["--device", "cuda:1"], "--features cuda");
+    }
+}
+
+#[test]
 fn help_and_version_are_no_errors() {
     for argument in ["--help", "--version"] {
         let output = diffuse(&[argument]);

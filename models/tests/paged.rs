@@ -76,7 +76,7 @@ fn both_models_draw_the_same_bits_at_every_budget() {
                 strict: true,
                 ..Options::default()
             };
-            let mut compiled = Compiled::sharing(&options, &pager).unwrap();
+            let mut compiled = Compiled::sharing(&Device::Cpu, &options, &pager).unwrap();
             assert_eq!(
                 draw(model.as_ref(), &mut compiled),
                 plain,

@@ -27,7 +27,9 @@ use std::time::Duration;
 use self::books::{Books, check_granules, invalid};
 pub(super) use self::driver::Locked;
 use self::driver::{Current, Gpu};
-use super::{Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, Moment, OUTSIDE, PageId, StreamId};
+use super::{
+    Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, Moment, OUTSIDE, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Memory of an NVIDIA GPU: pages of the driver's granule (2 MiB) that can stand under many addresses.
@@ -168,7 +170,9 @@ impl Cuda {
     }
 }
 
-impl Device for Cuda {
+// SAFETY: ranges, pages and mappings are the driver's, which hands no address out twice; the books refuse to
+// give a range or a page back while a mapping of it is left. None of it is memory of this machine.
+unsafe impl Device for Cuda {
     fn granule(&self) -> Bytes {
         self.granule
     }
@@ -216,14 +220,7 @@ impl Device for Cuda {
 
     fn create(&self) -> Result<PageId, DeviceError> {
         let _current = self.enter(Call::Create)?;
-        let mut created = self.gpu.create(self.granule);
-        if matches!(created, Err(DeviceError::OutOfMemory { .. })) && self.has_pools {
-            // The driver's pool keeps what was freed until the device is waited for.
-            self.gpu.synchronise()?;
-            self.gpu.trim_pool()?;
-            created = self.gpu.create(self.granule);
-        }
-        match created {
+        match self.gpu.create(self.granule) {
             Ok(handle) => Ok(self.books().add_page(handle)),
             Err(DeviceError::OutOfMemory { .. }) => Err(DeviceError::OutOfMemory {
                 info: self.gpu.memory()?,
@@ -334,6 +331,19 @@ impl Device for Cuda {
         Ok(())
     }
 
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.enter(Call::Wait)
+            .is_ok_and(|_current| self.gpu.is_capturing(stream))
+    }
+
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        if !self.has_pools {
+            return Ok(());
+        }
+        let _current = self.enter(Call::TrimPool)?;
+        self.gpu.trim_pool()
+    }
+
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
         let _current = self.enter(Call::Memory)?;
         self.gpu.memory()
@@ -419,7 +429,10 @@ impl Device for Cuda {
         };
         let elapsed = match ends {
             (Some(from), Some(to)) => self.gpu.elapsed(from, to),
-            _ => Err(invalid(Call::Fence, "the moment was taken and not asked for")),
+            _ => Err(invalid(
+                Call::Fence,
+                "the moment was taken and not asked for",
+            )),
         };
         let events = [ends.0, ends.1].into_iter().flatten();
         events.for_each(|event| self.gpu.destroy(event));

@@ -243,7 +243,11 @@ impl Host {
     }
 }
 
-impl Device for Host {
+// SAFETY: a range is one that the kernel has just reserved for this process, and stays reserved until
+// `unreserve`, which is refused while anything is mapped in it; a page is a piece of a file that no other
+// living page has; a place is readable and writable from `allow` to `unmap`, which are the only calls that
+// change its access. The books check each before the kernel is asked.
+unsafe impl Device for Host {
     fn granule(&self) -> Bytes {
         self.granule
     }

@@ -8,13 +8,16 @@
 //!
 //! [`Device`] is the driver's virtual-memory interface and nothing more; it knows nothing of steps
 //! or plans. Methods take `&self`, so that a test and a compiler can share one device through an
-//! `Arc`. [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to
-//! limit or to fail its calls. `Cuda` (feature `cuda`) is an NVIDIA GPU's. `tests/device_contract.rs` holds every implementation to this page.
+//! `Arc`. The trait is unsafe to implement: safe code is given the memory behind its addresses.
+//!
+//! [`Host`] backs it with memory of this machine, [`adaptor`] wraps any device to count, to limit or to
+//! fail its calls. `Cuda` (feature `cuda`) is an NVIDIA GPU's. `tests/device_contract.rs` holds every
+//! implementation to this page.
 //!
 //! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
 //! trait and the adaptors remain.
 //!
-//! May import: `units`.
+//! May import: `units`, `device_error`.
 
 pub mod adaptor;
 #[cfg(feature = "cuda")]
@@ -33,6 +36,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use crate::device_error::{Call, DeviceError, MemoryInfo};
 use crate::units::{Address, Bytes};
 
 /// One physical page of a device: memory without an address. Numbered by the device, never reused
@@ -62,88 +66,6 @@ pub struct GpuIdentity {
     pub has_pools: bool,
 }
 
-/// Physical memory of a device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MemoryInfo {
-    /// Bytes that a `create` could still get.
-    pub free: Bytes,
-    /// All bytes that the device has.
-    pub total: Bytes,
-}
-
-/// The call of a device, for counting, for failing and for naming in an error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(missing_docs, reason = "each variant is the method of the same name")]
-pub enum Call {
-    Reserve,
-    Unreserve,
-    Create,
-    Release,
-    Map,
-    Allow,
-    Unmap,
-    Synchronise,
-    Fence,
-    Wait,
-    Memory,
-    Write,
-    Read,
-    Fill,
-}
-
-impl Call {
-    /// How many calls there are: `call as usize` is below it.
-    pub const COUNT: usize = Self::Fill as usize + 1;
-
-    /// The calls that change what is reserved, created or mapped: the ones that a replayed step must
-    /// not make.
-    pub const MEMORY: [Self; 7] = [
-        Self::Reserve,
-        Self::Unreserve,
-        Self::Create,
-        Self::Release,
-        Self::Map,
-        Self::Allow,
-        Self::Unmap,
-    ];
-
-    /// Whether the call is one of [`Call::MEMORY`].
-    #[must_use]
-    pub fn is_memory(self) -> bool {
-        Self::MEMORY.contains(&self)
-    }
-}
-
-/// Why a device refused a call.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum DeviceError {
-    /// The device has no page left.
-    #[error("out of memory: {info_free} free of {info_total}", info_free = info.free, info_total = info.total)]
-    OutOfMemory {
-        /// Memory at the time of the call.
-        info: MemoryInfo,
-    },
-    /// Work still runs; the same call may succeed later (CUDA's `NOT_READY`).
-    #[error("not ready")]
-    NotReady,
-    /// The arguments name no such range, page or fence, or break a rule of [`Device`].
-    #[error("{call:?}: {reason}")]
-    Invalid {
-        /// The call.
-        call: Call,
-        /// What is wrong with it.
-        reason: &'static str,
-    },
-    /// The operating system or the driver refused.
-    #[error("{call:?} failed with code {code}")]
-    Driver {
-        /// The call.
-        call: Call,
-        /// `errno` on `Host`, `CUresult` on a GPU.
-        code: i32,
-    },
-}
-
 /// The driver's virtual-memory interface.
 ///
 /// Rules that callers keep and implementations may check:
@@ -152,7 +74,20 @@ pub enum DeviceError {
 /// - a page is released only after its last mapping is gone; a range only after all of its mappings;
 /// - memory is accessed only where it is mapped *and* allowed;
 /// - a call that returns an error has changed nothing.
-pub trait Device: Debug + Send + Sync {
+///
+/// Who shares a device with a compiler leaves the compiler's own range alone: where the CPU hook hands that
+/// memory out, values of safe code lie in it, and an `unmap` or `write` there breaks them as a write to
+/// `/proc/self/mem` would.
+///
+/// # Safety
+/// The compiler hands out addresses of the device as memory, through the CPU hook to safe code. An
+/// implementation guarantees:
+/// - a range that [`reserve`](Device::reserve) returned belongs to nobody else until it is given back;
+/// - two pages that are alive share no byte, and a page stands only where it was mapped;
+/// - what is mapped and allowed stays so, and keeps what was written there, until an `unmap` of it;
+/// - [`is_host_memory`](Device::is_host_memory) is true only where the CPU can read and write allowed memory
+///   through the same addresses.
+pub unsafe trait Device: Debug + Send + Sync {
     /// The smallest page that can be mapped, a power of two of at least 512 bytes.
     fn granule(&self) -> Bytes;
 
@@ -194,6 +129,20 @@ pub trait Device: Debug + Send + Sync {
 
     /// Makes work that is enqueued on `stream` from now on wait for `fence`, and forgets the fence.
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
+
+    /// Whether work that is enqueued on `stream` is captured into a graph instead of run. A captured stream
+    /// may not wait for a fence of a stream that is not.
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        let _ = stream;
+        false
+    }
+
+    /// Lets the driver give back what its own pool keeps of memory that was freed to it, so that `create` may
+    /// get it. Work that was enqueued before is waited for first, by the caller. A device without a pool has
+    /// nothing to do; one that stands on another asks it.
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
 
     /// Physical memory, free and in total.
     fn memory(&self) -> Result<MemoryInfo, DeviceError>;

@@ -26,21 +26,18 @@
 //! out of the plan's reach, until they go. Mapping is all or nothing; what cannot be unmapped
 //! afterwards belongs to nobody and is taken away later. So whatever fails, one layout works.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::Engine;
+use super::rebuild::Numbers;
 use crate::error::Error;
-use crate::graph::live::LiveTable;
+use crate::graph::ends;
 use crate::graph::tape::SURVIVOR;
-use crate::graph::{Graph, Kind, ends};
-use crate::mix::MixBuild;
 use crate::placer::{Place, Space, Units};
 use crate::planner::{self, Problem, Rules};
 use crate::stats::Compiled;
 use crate::units::{ALIGNMENT, Bytes};
-
-type Numbers = HashMap<u32, u32, MixBuild>;
 
 impl Engine {
     /// Plans all branches anew and installs the plan if it holds fewer bytes; no step is active.
@@ -99,7 +96,8 @@ impl Engine {
                 let base = u64::from(first) * (self.arena.granule().0 / ALIGNMENT.0);
                 let starts = plan.starts.iter().map(|start| (base + start) as Units);
                 let starts: Numbers = items.into_iter().zip(starts).collect();
-                self.rebuild(&branches, &starts);
+                self.rebuild(&branches, Some(&starts));
+                self.epoch += 1;
                 report.is_installed = true;
             }
         }
@@ -146,62 +144,5 @@ impl Engine {
             (Bytes(u64::from(len) * ALIGNMENT.0), lifespans)
         });
         (items, Problem::new(self.arena.granule(), sized).ok())
-    }
-
-    /// Makes the graph of these branches afresh, with each placement at its new start.
-    fn rebuild(&mut self, branches: &[usize], starts: &Numbers) {
-        let old = Graph::after(&mut self.graph);
-        let granule_units = (self.arena.granule().0 / ALIGNMENT.0) as u32;
-        let old_table = std::mem::replace(
-            &mut self.table,
-            LiveTable::new(granule_units, self.arena.placer.page_ranges()[1].0),
-        );
-        // What is live stays where it is; an obstacle is never again what it was to the state.
-        for number in old_table.iter() {
-            let mut placement = old.placements[number as usize];
-            placement.slot = self.table.slot(placement.place.start);
-            let slot = placement.slot;
-            let number = match placement.kind {
-                Kind::Obstacle | Kind::Own => {
-                    self.graph
-                        .add_placement(placement.place, slot, Kind::Obstacle)
-                }
-                Kind::Survivor | Kind::Young => self.graph.keep_placement(placement),
-            };
-            self.table.set_known(slot, number);
-        }
-        let (mut placements, mut edges) = (Numbers::default(), Numbers::default());
-        self.tapes.keep_only(branches);
-        for entry in self
-            .tapes
-            .branches
-            .iter_mut()
-            .flat_map(|branch| &mut branch.tape)
-        {
-            if entry.edge == SURVIVOR {
-                // Its place is chosen anew each time.
-                entry.placement = u32::MAX;
-                continue;
-            }
-            let number = *placements.entry(entry.placement).or_insert_with(|| {
-                let mut placement = old.placements[entry.placement as usize];
-                placement.place.start = starts[&entry.placement];
-                placement.slot = self.table.slot(placement.place.start);
-                placement.kind = Kind::Own;
-                self.arena.placer.offer(placement.place);
-                self.graph.keep_placement(placement)
-            });
-            let placement = self.graph.placements[number as usize];
-            let edge = *edges.entry(entry.edge).or_insert_with(|| {
-                self.arena.placer.mention(placement.place);
-                let hint = old.edges[entry.edge as usize].hint;
-                self.graph.keep_edge(entry.state, number, hint)
-            });
-            (entry.placement, entry.edge) = (number, edge);
-            (entry.start, entry.slot) = (placement.place.start, placement.slot);
-        }
-        self.tapes.forget_run();
-        self.recording = None;
-        self.epoch += 1;
     }
 }

@@ -10,76 +10,37 @@
 //!
 //! May import: what `engine` may.
 
-use std::collections::HashMap;
-
 use super::Engine;
 use crate::bits::BitSet;
-use crate::graph::Graph;
 use crate::graph::tape::SURVIVOR;
 use crate::mix::MixBuild;
 
-type Numbers = HashMap<u32, u32, MixBuild>;
-
 impl Engine {
     /// Forgets branches, and edges on no tape, once there are more edges than the limit, or more scope
-    /// paths and positions than that.
+    /// paths and positions than that; and places of survivors that are gone.
     pub(super) fn forget_oldest(&mut self) {
-        let is_little = self.graph.edges.len() <= self.edge_limit
-            && self.scopes.remembered() <= self.scope_limit;
-        if is_little || self.shared.is_pinned() {
+        let is_full =
+            self.graph.edges.len() > self.edge_limit || self.scopes.remembered() > self.scope_limit;
+        // Of those most are survivors' places, which go with no branch.
+        let has_places = self.graph.placements.len() > self.place_limit;
+        if !(is_full || has_places) || self.shared.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);
         self.sync_placer();
-        let kept = self.newest_branches(self.edge_limit / 2);
+        let kept = self.newest_branches(self.edge_limit / (1 + usize::from(is_full)));
         // A name without a branch records as for the first time, also in strict mode.
         let branches = &self.tapes.branches;
         self.finished
             .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
-        self.tapes.keep_only(&kept);
-
-        let old = Graph::after(&mut self.graph);
-        let mut placements = Numbers::default();
-        let live: Vec<u32> = self.table.iter().collect();
-        for number in live {
-            placements.insert(
-                number,
-                self.graph.keep_placement(old.placements[number as usize]),
-            );
-        }
-        let mut edges = Numbers::default();
-        for entry in self
-            .tapes
-            .branches
-            .iter_mut()
-            .flat_map(|branch| &mut branch.tape)
-        {
-            if entry.edge == SURVIVOR {
-                // Its place is chosen anew each time.
-                entry.placement = u32::MAX;
-                continue;
-            }
-            let graph = &mut self.graph;
-            let placement = *placements
-                .entry(entry.placement)
-                .or_insert_with(|| graph.keep_placement(old.placements[entry.placement as usize]));
-            let hint = old.edges[entry.edge as usize].hint;
-            let edge = *edges
-                .entry(entry.edge)
-                .or_insert_with(|| graph.keep_edge(entry.state, placement, hint));
-            (entry.placement, entry.edge) = (placement, edge);
-        }
-        for (number, edge) in old.edges.iter().enumerate() {
-            if !edge.dead && !edges.contains_key(&(number as u32)) {
-                self.arena
-                    .placer
-                    .unmention(old.placements[edge.placement as usize].place);
-                self.totals.forgotten += 1;
-            }
-        }
-        self.table.renumber(|number| placements[&number]);
+        let edges_before = self.graph.edge_count();
+        self.rebuild(&kept, None);
+        self.totals.forgotten += edges_before - self.graph.edge_count();
+        // Live buffers alone may be more than the limit: not to be looked through every time.
+        self.place_limit = self.edge_limit.max(self.graph.placements.len()) * 2;
         self.forget_positions();
         self.forget_paths();
+        self.sweep_idle();
     }
 
     /// The branches that ran last, as many as have `limit` edges together, and the last one if only it

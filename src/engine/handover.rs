@@ -28,6 +28,7 @@ use std::sync::{PoisonError, TryLockError};
 
 /// See the module's page. `F` is a free, `E` an engine.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct Handover<F, E> {
     /// Length of `queue`, so that the engine looks without a lock.
     waiting: AtomicUsize,

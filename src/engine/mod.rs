@@ -10,6 +10,7 @@
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
+//!   the graph made afresh for either; windows that nothing uses               (rebuild.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -23,6 +24,7 @@
 mod compile;
 mod forget;
 mod handover;
+mod rebuild;
 mod record;
 mod shared;
 mod steps;
@@ -39,12 +41,13 @@ pub(crate) use steps::COMPILE_TIME;
 use crate::arena::{Arena, Refusal};
 use crate::device::{Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
-use crate::graph::live::LiveTable;
+use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
 use crate::graph::{Graph, Kind};
 use crate::mix::MixBuild;
 use crate::options::Options;
 use crate::placer::{Space, Units};
+use crate::prefetch::prefetch;
 use crate::scopes::{Position, Scopes};
 use crate::stats::Compiled;
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -109,29 +112,36 @@ pub(crate) struct Totals {
 
 /// See the module's page.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Engine {
+    // What a replayed event touches comes first and together; the rest of `tapes`, `table` and `scopes`
+    // lies behind their own first lines.
     pub shared: Arc<Shared>,
     /// The smallest buffer that the CPU hook takes from here; more than any, for other memory.
     pub host_threshold: Bytes,
     /// Whose memory it is, for the GPU hook.
     pub gpu: Option<GpuIdentity>,
-    tapes: Tapes,
+    pub stream: StreamId,
+    /// Number of the step, unique in the process; guards compare it.
+    pub serial: u64,
     /// Hash of the state.
     hash: u128,
-    pub scopes: Scopes,
+    tapes: Tapes,
     table: LiveTable,
-    graph: Graph,
     /// Units in live buffers.
     live: u64,
     /// Most of those since `fold_peak`.
     recent_peak: u64,
     /// Live buffers that are part of the state.
     own_count: u64,
-    arena: Arena,
+    outside_count: u64,
+    step: Counts,
+    pub scopes: Scopes,
 
+    graph: Graph,
+    arena: Arena,
     /// Units in live survivors and obstacles.
     outside: u64,
-    outside_count: u64,
     obstacles: u64,
     /// Placements that became live in the survivors' space in this step, and what of them still is.
     young: Vec<u32>,
@@ -149,15 +159,14 @@ pub(crate) struct Engine {
     recording: Option<Recording>,
     strict: bool,
     edge_limit: usize,
+    /// Most placements, of edges and of survivors.
+    place_limit: usize,
     /// Most scope paths and positions.
     scope_limit: usize,
     paused: u32,
     paused_cursor: usize,
-    pub stream: StreamId,
     /// The thread of the last step; 0 before the first.
     home_thread: u64,
-    /// Number of the step, unique in the process; guards compare it.
-    pub serial: u64,
     active: Option<Active>,
     last_aborted: bool,
     finished: HashSet<u32, MixBuild>,
@@ -168,7 +177,6 @@ pub(crate) struct Engine {
     reclaim_at: u64,
     /// Finished steps since something was recorded.
     quiet_steps: u32,
-    step: Counts,
     totals: Totals,
 }
 
@@ -200,8 +208,6 @@ impl Engine {
         options: &Options,
         host_threshold: Bytes,
     ) -> Self {
-        let page_units = (arena.granule().0 / ALIGNMENT.0) as u32;
-        let split = arena.placer.page_ranges()[1].0;
         Self {
             gpu: shared.device.gpu(),
             shared,
@@ -209,7 +215,7 @@ impl Engine {
             tapes: Tapes::default(),
             hash: 0,
             scopes: Scopes::default(),
-            table: LiveTable::new(page_units, split),
+            table: LiveTable::default(),
             graph: Graph::default(),
             live: 0,
             recent_peak: 0,
@@ -230,6 +236,7 @@ impl Engine {
             recording: None,
             strict: options.strict,
             edge_limit: options.edge_limit as usize,
+            place_limit: 2 * options.edge_limit as usize,
             scope_limit: options.edge_limit as usize,
             paused: 0,
             paused_cursor: usize::MAX,
@@ -256,77 +263,118 @@ impl Engine {
     /// Serves an allocation of the active step.
     #[inline]
     pub fn alloc(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
-        if self.shared.handover.has_waiting() {
-            self.drain();
+        match self.replay(size, on_error) {
+            Some(address) => Ok(Allocation::Here(address)),
+            None => self.alloc_slow(size, on_error),
         }
+    }
+
+    /// Serves an allocation from the next tape entry, if that agrees and no frees wait; else nothing has
+    /// happened, and [`alloc_slow`](Self::alloc_slow) comes next.
+    ///
+    /// Small on purpose: after a launch its instructions come from the second cache.
+    #[inline]
+    pub fn replay(&mut self, size: Bytes, on_error: OnError) -> Option<Address> {
         let wide = wide_units(size);
-        if let Some(entry) = self.tapes.tape.get(self.tapes.cursor)
-            && u64::from(entry.len) == wide
-            && entry.context == self.scopes.context
-            && entry.state == self.hash
-            && entry.edge != SURVIVOR
+        let entry = self.tapes.tape.get(self.tapes.cursor)?;
+        if u64::from(entry.len) != wide
+            || entry.context != self.scopes.context
+            || entry.state != self.hash
+            || entry.edge == SURVIVOR
+            || self.shared.handover.has_waiting()
         {
-            self.tapes.cursor += 1;
-            self.hash ^= entry.mix;
-            self.table.set(entry.slot, Some(entry.placement));
-            if on_error == OnError::Postpone {
-                self.table.mark_hooked(entry.slot);
-            }
-            self.scopes.count((entry.counter, entry.nth), entry.len);
-            self.own_count += 1;
-            self.live += wide;
-            self.recent_peak = self.recent_peak.max(self.live);
-            self.step.events += 1;
-            self.step.allocs += 1;
-            return Ok(Allocation::Here(self.shared.address(entry.start)));
+            return None;
         }
-        self.alloc_slow(size, on_error)
+        self.tapes.cursor += 1;
+        self.hash ^= entry.mix;
+        self.table
+            .set(entry.slot, entry.live(), on_error == OnError::Postpone);
+        self.scopes.go_on(entry.len);
+        self.own_count += 1;
+        self.live += wide;
+        self.recent_peak = self.recent_peak.max(self.live);
+        self.step.events += 1;
+        self.step.allocs += 1;
+        let address = self.shared.address(entry.start);
+        self.prefetch();
+        Some(address)
+    }
+
+    /// Asks for what the next alloc of the tape will touch, and the one after it.
+    #[inline]
+    fn prefetch(&self) {
+        let (tape, next) = (&self.tapes.tape, self.tapes.cursor);
+        if let Some(entry) = tape.get(next) {
+            self.table.prefetch(entry.slot, entry.start);
+        }
+        prefetch(tape, next + 1);
     }
 
     /// Frees the buffer that starts at `address`, which lies in this engine's range.
     #[inline]
     pub fn free(&mut self, address: Address, by: By) -> Result<(), Error> {
-        if self.shared.handover.has_waiting() {
-            self.drain();
+        if self.free_live(address, by) {
+            return Ok(());
         }
+        self.drain();
         self.apply_free(address, by)
     }
 
+    /// Frees the buffer that starts at `address`, which lies in this engine's range, if there is one, it
+    /// is `by`'s to free, and no frees wait; else nothing has happened.
     #[inline]
+    pub fn free_live(&mut self, address: Address, by: By) -> bool {
+        !self.shared.handover.has_waiting() && self.end_live(address, by)
+    }
+
+    /// A free that may be a bad one.
+    #[cold]
     fn apply_free(&mut self, address: Address, by: By) -> Result<(), Error> {
-        let offset = address.0.wrapping_sub(self.shared.base.0);
-        let live = if offset.is_multiple_of(ALIGNMENT.0) && offset < self.shared.size.0 {
-            self.table
-                .find((offset / ALIGNMENT.0) as u32)
-                .and_then(|slot| Some((slot, self.table.get(slot)?)))
+        if self.end_live(address, by) {
+            return Ok(());
+        }
+        self.totals.bad_frees += 1;
+        let is_live = address.0.is_multiple_of(ALIGNMENT.0)
+            && self
+                .table
+                .find(self.shared.unit(address))
+                .is_some_and(|slot| self.table.get(slot).is_some());
+        let reason = if is_live {
+            BadFree::Hooked
         } else {
-            None
+            BadFree::NotLive
         };
-        let Some((slot, number)) = live else {
-            self.totals.bad_frees += 1;
-            return Err(Error::BadFree {
-                address,
-                reason: BadFree::NotLive,
-            });
+        Err(Error::BadFree { address, reason })
+    }
+
+    /// Ends the buffer that starts at an address of the range, unless there is none or only the CPU hook
+    /// may.
+    #[inline]
+    fn end_live(&mut self, address: Address, by: By) -> bool {
+        let offset = address.0 - self.shared.base.0;
+        if !offset.is_multiple_of(ALIGNMENT.0) {
+            return false;
+        }
+        let Some(slot) = self.table.find((offset / ALIGNMENT.0) as u32) else {
+            return false;
+        };
+        let Some(Live { number, len, mix }) = self.table.get(slot) else {
+            return false;
         };
         if by == By::Program && self.table.is_hooked(slot) {
-            self.totals.bad_frees += 1;
-            return Err(Error::BadFree {
-                address,
-                reason: BadFree::Hooked,
-            });
+            return false;
         }
-        self.table.set(slot, None);
+        self.table.clear(slot);
         self.step.events += 1;
-        let placement = &self.graph.placements[number as usize];
-        self.live -= u64::from(placement.place.len);
-        if placement.kind == Kind::Own {
-            self.hash ^= placement.mix;
+        self.live -= u64::from(len);
+        // Where nothing is outside the state, what ends is part of it.
+        if self.outside_count == 0 || self.graph.placements[number as usize].kind == Kind::Own {
+            self.hash ^= mix;
             self.own_count -= 1;
         } else {
             self.free_outside(number);
         }
-        Ok(())
+        true
     }
 
     #[cold]
@@ -353,11 +401,16 @@ impl Engine {
     }
 
     /// Applies the frees that other threads queued. One that the device cannot order behind the work of
-    /// its stream stays queued, and its buffer live, until a later call can.
+    /// its stream, or not while that is captured into a graph, stays queued, and its buffer live, until a
+    /// later call can.
     #[cold]
     pub fn drain(&mut self) {
         for freed in self.shared.handover.take() {
-            if freed.fence.is_some_and(|fence| !self.is_behind(fence)) {
+            let is_captured = || self.arena.device().is_capturing(self.stream);
+            if freed
+                .fence
+                .is_some_and(|fence| is_captured() || !self.is_behind(fence))
+            {
                 self.shared.handover.push(freed);
                 continue;
             }
@@ -479,7 +532,14 @@ impl Engine {
     fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
         self.sync_placer();
         self.arena.is_pinned = self.shared.is_pinned();
-        let place = self.arena.place(len, space);
+        let mut place = self.arena.place(len, space);
+        if space == Space::Survivors
+            && place == Err(Refusal::AddressSpace)
+            && !self.arena.is_pinned
+            && self.sweep_survivors()
+        {
+            place = self.arena.place(len, space);
+        }
         self.note_trims();
         let place = place.map_err(|refusal| self.error(refusal, len))?;
         let number = match self.graph.placement_at(place) {
@@ -494,9 +554,14 @@ impl Engine {
                 self.graph.add_placement(place, slot, kind)
             }
         };
-        self.table
-            .set_known(self.graph.placements[number as usize].slot, number);
+        self.set_known(number);
         Ok(number)
+    }
+
+    /// Makes a placement live that the placer has marked itself.
+    fn set_known(&mut self, number: u32) {
+        let placement = &self.graph.placements[number as usize];
+        self.table.set_known(placement.slot, placement.live(number));
     }
 
     /// Leaves tapes alone whose frames may have lost their memory.

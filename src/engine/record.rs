@@ -13,11 +13,13 @@ use crate::units::{ALIGNMENT, Bytes};
 impl Engine {
     /// Serves an allocation that the tape does not answer.
     #[cold]
-    pub(super) fn alloc_slow(
-        &mut self,
-        size: Bytes,
-        on_error: OnError,
-    ) -> Result<Allocation, Error> {
+    pub fn alloc_slow(&mut self, size: Bytes, on_error: OnError) -> Result<Allocation, Error> {
+        if self.shared.handover.has_waiting() {
+            self.drain();
+            if let Some(address) = self.replay(size, on_error) {
+                return Ok(Allocation::Here(address));
+            }
+        }
         if self.paused > 0 {
             self.totals.passed_through += 1;
             return Ok(Allocation::Elsewhere);
@@ -25,6 +27,7 @@ impl Engine {
         if size == Bytes::ZERO {
             return Ok(Allocation::Elsewhere);
         }
+        self.count_replayed();
         // More units than 32 bits count are more than any range has.
         let result = match Units::try_from(size.0.div_ceil(ALIGNMENT.0)) {
             Ok(len) => self.serve(len, on_error),
@@ -121,6 +124,7 @@ impl Engine {
         });
         if followed {
             self.tapes.cursor += 1;
+            self.tapes.counted = self.tapes.cursor;
         } else {
             let entry = self.entry(number, SURVIVOR, position);
             self.push(entry);
@@ -187,7 +191,7 @@ impl Engine {
         // Known to the placer at once, or a free before the next look would go unseen.
         let placement = self.graph.placements[number as usize];
         self.arena.placer.occupy(placement.place);
-        self.table.set_known(placement.slot, number);
+        self.set_known(number);
         let address = self.begin_own(number, edge, position);
         let (branch, index) = self.graph.edges[edge as usize].hint;
         if self

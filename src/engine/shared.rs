@@ -44,15 +44,17 @@ pub(crate) struct Home {
 
 /// See the module's page.
 #[derive(Debug)]
+#[repr(C, align(64))]
 pub(crate) struct Shared {
+    // What every event touches comes first.
     pub base: Address,
     pub size: Bytes,
+    /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
+    pub handover: Handover<Freed, Box<Engine>>,
     pub device: Arc<dyn Device>,
     home: Mutex<Home>,
     /// Guards that hold the layout.
     pins: AtomicUsize,
-    /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
-    pub handover: Handover<Freed, Box<Engine>>,
 }
 
 impl Shared {

@@ -10,8 +10,8 @@ use super::{Active, Counts, Engine};
 use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
-use crate::graph::tape::SURVIVOR;
-use crate::placer::NO_FRAME;
+use crate::graph::tape::{SURVIVOR, Tapes};
+use crate::placer::{NO_FRAME, Space};
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -66,11 +66,18 @@ impl Engine {
         (self.young_count, self.young_len) = (0, 0);
     }
 
-    /// Takes windows away that no edge mentions, before new ones use the addresses up.
+    /// Takes windows away that nothing uses, before new ones use the addresses up.
     fn reclaim_when_crowded(&mut self) {
+        if self.shared.is_pinned() {
+            return;
+        }
+        if self.arena.placer.is_crowded(Space::Survivors) {
+            self.sync_placer();
+            self.sweep_survivors();
+        }
         // Where it does not help, as beside a buffer that never goes, it is not tried at every step.
         let is_soon = self.totals.recorded < self.reclaim_at;
-        if is_soon || self.shared.is_pinned() || !self.arena.placer.is_crowded() {
+        if is_soon || !self.arena.placer.is_crowded(Space::Step) {
             return;
         }
         self.reclaim_at = self.totals.recorded + RECLAIM_EVERY;
@@ -78,7 +85,7 @@ impl Engine {
             Ok(compiled) => tracing::debug!(?compiled, "addresses were running out"),
             Err(error) => tracing::warn!(%error, "addresses are running out"),
         }
-        self.arena.placer.look_again_later();
+        self.arena.placer.look_again_later(Space::Step);
     }
 
     /// Compiles after as many steps without a recording as the option says, once.
@@ -102,9 +109,7 @@ impl Engine {
         let live: Vec<_> = self
             .tapes
             .run()
-            .filter(|entry| {
-                entry.edge != SURVIVOR && self.table.get(entry.slot) == Some(entry.placement)
-            })
+            .filter(|entry| entry.edge != SURVIVOR && self.table.holds(entry.slot, entry.placement))
             .map(|entry| (entry.placement, (entry.counter, entry.nth)))
             .collect();
         let mut found = false;
@@ -295,12 +300,28 @@ impl Engine {
     /// Opens a scope; returns the number of its run.
     pub fn enter(&mut self, name: &str, strict: bool) -> u64 {
         self.fold_peak();
+        self.count_replayed();
         self.scopes.enter(name, self.live, strict)
+    }
+
+    /// Counts what was served from the tape in the scopes, as recording would have.
+    pub(super) fn count_replayed(&mut self) {
+        let Tapes {
+            tape,
+            cursor,
+            counted,
+            ..
+        } = &mut self.tapes;
+        for entry in tape.get(*counted..*cursor).unwrap_or_default() {
+            self.scopes.count_only((entry.counter, entry.nth));
+        }
+        *counted = *cursor;
     }
 
     /// Closes a run of a scope, and those in it that were left open; none when it was closed with one
     /// around it.
     pub fn leave(&mut self, run: u64) {
+        self.count_replayed();
         let above = self.scopes.opened_since(run);
         if above != Some(0) {
             self.totals.bad_scopes += 1;
@@ -314,6 +335,7 @@ impl Engine {
     /// Passes allocations through until as many `resume` have come.
     pub fn pause(&mut self) {
         if self.paused == 0 {
+            self.count_replayed();
             self.paused_cursor = std::mem::replace(&mut self.tapes.cursor, usize::MAX);
         }
         self.paused += 1;
@@ -323,6 +345,7 @@ impl Engine {
     pub fn resume(&mut self) {
         if self.paused == 1 {
             self.tapes.cursor = self.paused_cursor;
+            self.tapes.counted = self.paused_cursor;
         }
         self.paused = self.paused.saturating_sub(1);
     }

@@ -40,6 +40,17 @@ pub(crate) struct Placement {
     pub kind: Kind,
 }
 
+impl Placement {
+    /// The placement as the live table keeps it; `number` is its own.
+    pub fn live(&self, number: u32) -> live::Live {
+        live::Live {
+            number,
+            len: self.place.len,
+            mix: self.mix,
+        }
+    }
+}
+
 /// What a buffer at a placement is to the state, while it is live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {

@@ -11,11 +11,12 @@
 //! the run is kept as pieces of tapes and entries of its own; at the end they become the tape of its
 //! branch. Frees are not on the tape: they only change the state, which every entry checks.
 //!
-//! May import: `ends`, `mix`, `placer` for units.
+//! May import: `ends`, `live`, `mix`, `placer` for units.
 
 use std::time::Duration;
 
 use super::ends::{self, Notes};
+use super::live::Live;
 use crate::mix;
 use crate::placer::Units;
 
@@ -45,6 +46,18 @@ pub(crate) struct Entry {
 }
 
 const _: () = assert!(size_of::<Entry>() == 64);
+
+impl Entry {
+    /// Its buffer, for the live table.
+    #[inline]
+    pub fn live(&self) -> Live {
+        Live {
+            number: self.placement,
+            len: self.len,
+            mix: self.mix,
+        }
+    }
+}
 
 /// A distinct path of a step: its name and its sequence of sizes.
 #[derive(Debug, Default)]
@@ -79,18 +92,21 @@ pub(crate) enum Piece {
 
 /// All branches, and the run that is going on.
 #[derive(Debug, Default)]
+#[repr(C)]
 pub(crate) struct Tapes {
+    /// The tape that is followed, taken out of its branch.
+    pub tape: Vec<Entry>,
+    /// Next entry of `tape`; `usize::MAX` while none is followed.
+    pub cursor: usize,
+    /// Entries before this one are counted in their scopes; the engine keeps it.
+    pub counted: usize,
     pub branches: Vec<Branch>,
     pieces: Vec<Piece>,
     own: Vec<Entry>,
     /// Frees that were seen while this run recorded.
     notes: Notes,
-    /// The tape that is followed, taken out of its branch.
-    pub tape: Vec<Entry>,
     branch: Option<u32>,
     from: usize,
-    /// Next entry of `tape`; `usize::MAX` while none is followed.
-    pub cursor: usize,
 }
 
 impl Tapes {
@@ -111,6 +127,7 @@ impl Tapes {
         debug_assert!(self.branch.is_none());
         self.tape = std::mem::take(&mut self.branches[branch as usize].tape);
         (self.branch, self.from, self.cursor) = (Some(branch), from, from);
+        self.counted = from;
     }
 
     /// Leaves the tape that is followed.

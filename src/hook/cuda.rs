@@ -34,10 +34,11 @@
 //! claims fails with `NOT_INITIALIZED`, and [`check`] refuses. Other processors need nothing special;
 //! only `x86_64` has been tried.
 //!
-//! The capture of a CUDA graph is not known here yet: while a step is captured, no other thread or stream
-//! may free its buffers.
+//! While a step is captured into a CUDA graph, frees from other threads and streams wait for the capture's
+//! end. A step that is replayed makes no call that a capture forbids; pin the layout
+//! ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) for as long as the graph is launched.
 //!
-//! May import: `current`, `device`, `error`, `units`.
+//! May import: `bookkeeping`, `current`, `device`, `error`, `units`.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -47,6 +48,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys;
 
+use crate::bookkeeping::Bookkeeping;
 use crate::current;
 use crate::device::{Cuda, DeviceError, StreamId};
 use crate::error::{BadFree, Error};
@@ -178,7 +180,7 @@ fn load() -> Driver {
 fn driver() -> &'static Driver {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     DRIVER.get_or_init(|| {
-        let _bookkeeping = current::Bookkeeping::begin();
+        let _bookkeeping = Bookkeeping::begin();
         load()
     })
 }
@@ -310,6 +312,24 @@ fn serve(
     if at.is_null() {
         return pass_on(size, upstream);
     }
+    let size_bytes = Bytes(size as u64);
+    if let Some(address) = current::replay_gpu(stream, size_bytes, &context) {
+        // SAFETY: not null, so writable by the caller's contract.
+        unsafe { at.write(address.0) };
+        return SUCCESS;
+    }
+    serve_slow(at, size, stream, context, upstream)
+}
+
+/// An allocation that no tape answers.
+#[cold]
+fn serve_slow(
+    at: *mut u64,
+    size: usize,
+    stream: Option<StreamId>,
+    context: impl Fn() -> Option<u64>,
+    upstream: impl FnOnce() -> Code,
+) -> Code {
     match current::alloc_gpu(stream, Bytes(size as u64), context) {
         Ok(Some(address)) => {
             // SAFETY: not null, so writable by the caller's contract.
@@ -349,12 +369,15 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
     if at == 0 && is_probe(PROBE_FREE_ASYNC) {
         return SUCCESS;
     }
-    let address = Address(at);
-    if current::may_own(address)
-        && let Some(code) = code_of(current::free_on(StreamId(stream.addr() as u64), address))
-            .or_else(|| super::weights::take_back(address).then_some(SUCCESS))
-    {
-        return code;
+    let (address, on) = (Address(at), StreamId(stream.addr() as u64));
+    if current::may_own(address) {
+        if current::free_replayed(on, address) {
+            return SUCCESS;
+        }
+        let freed = code_of(current::free_on(on, address));
+        if let Some(code) = freed.or_else(|| weight_freed(address)) {
+            return code;
+        }
     }
     FREES.fetch_add(1, Ordering::Relaxed);
     let Some(call) = driver().free_async else {
@@ -376,8 +399,8 @@ pub unsafe fn free(at: u64) -> Code {
     }
     let address = Address(at);
     if current::may_own(address)
-        && let Some(code) = code_of(current::free_synchronous(address))
-            .or_else(|| super::weights::take_back(address).then_some(SUCCESS))
+        && let Some(code) =
+            code_of(current::free_synchronous(address)).or_else(|| weight_freed(address))
     {
         return code;
     }
@@ -389,8 +412,14 @@ pub unsafe fn free(at: u64) -> Code {
     unsafe { call(at) }
 }
 
+/// What a free of a paged weight returns; `None` when it is none.
+#[cold]
+fn weight_freed(address: Address) -> Option<Code> {
+    super::weights::take_back(address).then_some(SUCCESS)
+}
+
 /// What a free returns; `None` when no compiler owns the address.
-#[inline]
+#[cold]
 fn code_of(freed: Result<(), Error>) -> Option<Code> {
     match freed {
         Ok(()) => Some(SUCCESS),

@@ -23,7 +23,7 @@
 //!
 //! A function's handle is taken to mean the same function while any range is watched.
 //!
-//! May import: `current`, `error`, `units`.
+//! May import: `bookkeeping`, `error`, `units`.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{OnceLock, PoisonError, RwLock, Weak};
 
-use crate::current::Bookkeeping;
+use crate::bookkeeping::Bookkeeping;
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
@@ -113,7 +113,19 @@ pub fn check() -> Result<(), Error> {
             let params = std::ptr::null_mut();
             // SAFETY: no function: refused by the driver, nothing is launched.
             let _ = unsafe {
-                sys::cuLaunchKernel(null, 1, 1, 1, 1, 1, 1, 0, std::ptr::null_mut(), params, params)
+                sys::cuLaunchKernel(
+                    null,
+                    1,
+                    1,
+                    1,
+                    1,
+                    1,
+                    1,
+                    0,
+                    std::ptr::null_mut(),
+                    params,
+                    params,
+                )
             };
         })
         && probe(|| {
@@ -182,7 +194,8 @@ struct Words {
 
 impl Words {
     fn add(&mut self, word: u64) {
-        let is_in = word >= LOWEST.load(Ordering::Relaxed) && word < HIGHEST.load(Ordering::Relaxed);
+        let is_in =
+            word >= LOWEST.load(Ordering::Relaxed) && word < HIGHEST.load(Ordering::Relaxed);
         if !is_in {
             return;
         }
@@ -567,9 +580,7 @@ macro_rules! page_cuda_weights {
             ) -> u32 {
                 let (grid, block) = ([gx, gy, gz], [bx, by, bz]);
                 // SAFETY: the caller keeps the contract of the driver's call, which is the same.
-                unsafe {
-                    uses::launch_kernel(function, grid, block, shared, stream, params, extra)
-                }
+                unsafe { uses::launch_kernel(function, grid, block, shared, stream, params, extra) }
             }
 
             #[unsafe(no_mangle)]

@@ -12,14 +12,15 @@
 //! Invariant: while a vector is live, its range is in `RANGES`, so its addresses stay reserved: touching
 //! an evicted page is a `SIGSEGV` at an address of that range and never reads anything else.
 //!
-//! May import: `pager`, `current`, `hook/host`, `units`, `error`.
+//! May import: `pager`, `current`, `bookkeeping`, `hook/host`, `units`, `error`.
 
 use std::alloc::Layout;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use crate::current::{self, Bookkeeping};
+use crate::bookkeeping::Bookkeeping;
+use crate::current;
 use crate::error::Error;
 use crate::hook::host::is_installed;
 use crate::pager::WeightRange;

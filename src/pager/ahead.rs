@@ -23,7 +23,7 @@
 //! - what is being copied is pinned until it has arrived or the copies have settled, unless whoever takes pages
 //!   away waits for the copies anyhow.
 //!
-//! May import: layers 0 and 3; `current` for its mark.
+//! May import: layers 0 and 3; `bookkeeping`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -32,7 +32,7 @@ use super::books::Reached;
 use super::carrier::Carrier;
 use super::plan::plan;
 use super::{Part, WeightRange};
-use crate::current::Bookkeeping;
+use crate::bookkeeping::Bookkeeping;
 use crate::device::{Call, DeviceError};
 use crate::error::Error;
 use crate::units::{Address, Bytes};
@@ -260,9 +260,7 @@ impl Ahead {
     fn let_go_next(&mut self) {
         if let Some((_, pages)) = self.next.take() {
             let mut locked = self.range.0.pager.lock();
-            locked
-                .books
-                .unpin_all(self.range.0.id, pages.into_iter());
+            locked.books.unpin_all(self.range.0.id, pages.into_iter());
         }
     }
 
@@ -289,7 +287,10 @@ impl Ahead {
             }
         };
         let filled = self.fill(&reached).and_then(|_| {
-            let batches = reached.stamps.iter().map(|&(page, _)| &self.pages[page as usize]);
+            let batches = reached
+                .stamps
+                .iter()
+                .map(|&(page, _)| &self.pages[page as usize]);
             let batch = batches.map(|page| page.batch).max().unwrap_or(0);
             if batch > self.arrived {
                 self.carrier.arrive(batch)?;
@@ -322,7 +323,10 @@ impl Ahead {
             self.carrier.after(self.mark)?;
             self.is_unordered = false;
         } else {
-            let used = reached.taken.iter().map(|&page| self.pages[page as usize].used);
+            let used = reached
+                .taken
+                .iter()
+                .map(|&page| self.pages[page as usize].used);
             if let Some(mark) = used.max().filter(|&mark| mark > 0) {
                 self.carrier.after(mark)?;
             }
@@ -412,8 +416,8 @@ impl Ahead {
             let is_known = |group: &Group| arranged.order.contains(group);
             let is_known = order.iter().all(is_known);
             // A little more memory is not worth it.
-            let is_enough = frames >= arranged.frames
-                && frames - arranged.frames <= 1 + arranged.frames / 16;
+            let is_enough =
+                frames >= arranged.frames && frames - arranged.frames <= 1 + arranged.frames / 16;
             if is_known && is_enough {
                 if !is_disturbed || arranged.repeats >= REPEATS {
                     return Ok(());

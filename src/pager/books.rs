@@ -157,7 +157,10 @@ impl Books {
         let all: Vec<u32> = pages.clone().collect();
         let missing = range.missing(&all);
         if !missing.is_empty() {
-            if missing.iter().any(|&page| range.slots[page as usize].is_alias) {
+            if missing
+                .iter()
+                .any(|&page| range.slots[page as usize].is_alias)
+            {
                 range.pages.synchronise()?;
                 missing.iter().for_each(|&page| range.leave_ring(page));
             }
@@ -207,7 +210,10 @@ impl Books {
         let taken = range.take_over(pages);
         let missing = range.missing(pages);
         if !missing.is_empty() {
-            if missing.iter().any(|&page| range.slots[page as usize].is_alias) {
+            if missing
+                .iter()
+                .any(|&page| range.slots[page as usize].is_alias)
+            {
                 // Work that is enqueued may still read through the addresses.
                 range.pages.synchronise()?;
             }
@@ -389,7 +395,7 @@ impl Books {
         let mut within = 0;
         while taken.len() < missing.len() {
             let pages = &mut self.range(id).pages;
-            let page = match pages.take() {
+            let page = match pages.take_free() {
                 Ok(page) => {
                     within = taken.len() + 1;
                     Ok(page)

@@ -9,7 +9,7 @@
 //! overwrites memory only when the work before that mark is done; work that is enqueued after
 //! [`Carrier::arrive`] finds the bytes of that batch.
 //!
-//! May import: layers 0 and 3; `current` for its mark.
+//! May import: layers 0 and 3; `bookkeeping`.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Part;
-use crate::current::Bookkeeping;
+use crate::bookkeeping::Bookkeeping;
 use crate::device::{Device, DeviceError, Fence, HostMemory, Moment, StreamId};
 
 /// See the module's page. Marks and batches are numbered by the caller, ascending.

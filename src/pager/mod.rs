@@ -42,8 +42,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! May import: layers 0 and 3, `pages`, `budget`; `current` for the mark that keeps a step from serving
-//! the pager's own books.
+//! May import: layers 0 and 3, `pages`, `budget`.
 
 mod ahead;
 mod books;
@@ -59,8 +58,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use self::books::Books;
+use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
-use crate::current::Bookkeeping;
 use crate::device::Device;
 use crate::error::Error;
 use crate::pages::Refused;
@@ -403,7 +402,9 @@ impl WeightRange {
         let capacity = books.books.capacity(self.0.id) * self.granule().0;
         Error::WeightBudget {
             needed: Bytes(page_count as u64 * self.granule().0),
-            limit: stats.weights_limit.min(Bytes(capacity.max(stats.resident.0))),
+            limit: stats
+                .weights_limit
+                .min(Bytes(capacity.max(stats.resident.0))),
         }
     }
 

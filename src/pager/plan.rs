@@ -126,7 +126,10 @@ mod tests {
         let mut all: Vec<u32> = groups.iter().flatten().copied().collect();
         all.sort_unstable();
         all.dedup();
-        assert!(all.len() - streamed + rings.len() <= frames, "within the frames");
+        assert!(
+            all.len() - streamed + rings.len() <= frames,
+            "within the frames"
+        );
         for group in groups {
             let mut frames_of: Vec<usize> = Vec::new();
             for page in group {
@@ -180,7 +183,9 @@ mod tests {
     #[test]
     fn groups_that_begin_within_pages_stream_in_little_memory() {
         // Forty layers of two pages and a bit.
-        let groups: Vec<Vec<u32>> = (0..40).map(|layer| (2 * layer..2 * layer + 3).collect()).collect();
+        let groups: Vec<Vec<u32>> = (0..40)
+            .map(|layer| (2 * layer..2 * layer + 3).collect())
+            .collect();
         for frames in [24, 8, 6, 5] {
             check(&groups, frames, &plan(&groups, frames).unwrap());
         }
@@ -197,7 +202,9 @@ mod tests {
     fn plans_of_any_sizes_hold() {
         let mut random = 1_u64;
         let mut below = move |end: u64| {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            random = random
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (random >> 33) % end
         };
         for _ in 0..2000 {

@@ -19,18 +19,6 @@ impl Placer {
             .map(|(number, _)| number)
     }
 
-    /// Whether the step's space has come as far as [`look_again_later`](Self::look_again_later) said.
-    pub fn is_crowded(&self) -> bool {
-        self.spaces[Space::Step as usize].frame_of.len() as u32 >= self.crowded_at
-    }
-
-    /// The space is crowded again when half of what is left of it is used, and half of it at least.
-    pub fn look_again_later(&mut self) {
-        let books = &self.spaces[Space::Step as usize];
-        let (used, limit) = (books.frame_of.len() as u32, books.page_limit);
-        self.crowded_at = (limit / 2).max(used + (limit - used).div_ceil(2));
-    }
-
     /// First of `count` virtual pages of the step's space in a row that have no frame.
     pub fn room(&self, count: u32) -> Option<u32> {
         self.room_in(Space::Step, count)
@@ -92,17 +80,8 @@ impl Placer {
             books.frame_of[(page - books.first_page) as usize] = frame;
             self.frames[frame as usize].aliases.push(page);
         }
-        let used = books.frame_of.iter().rposition(|&frame| frame != NO_FRAME);
-        books.frame_of.truncate(used.map_or(0, |last| last + 1));
         books.freed.clear();
-        let gone: Vec<u32> = old
-            .into_iter()
-            .filter(|&frame| self.frames[frame as usize].aliases.is_empty())
-            .collect();
-        for &frame in &gone {
-            books.free.remove(frame);
-            self.retired.push(frame);
-        }
+        let gone = self.forget_unmapped(Space::Step, old);
         (away, gone)
     }
 

@@ -40,7 +40,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::device::Host;
 use memory_compiler::pager::Pager;
-use memory_compiler::{Bytes, Compiled, Compiler, Error, Snapshot, Stats, hook};
+use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,10 +56,15 @@ pub struct Options {
     pub threshold: Bytes,
     /// Addresses to reserve.
     pub address_space: Bytes,
+    /// Plan all places again once this many steps in a row have recorded nothing ([`Memory::compile`]);
+    /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
+    /// what its peak needs.
+    pub compile_after: Option<u32>,
 }
 
 impl Default for Options {
-    /// Not strict, no budget, pages of 64 KiB, the rest as in [`memory_compiler::Options`].
+    /// Not strict, no budget, pages of 64 KiB, compiled after two steps that recorded nothing, the rest as
+    /// in [`memory_compiler::Options`].
     fn default() -> Self {
         let core = memory_compiler::Options::default();
         Self {
@@ -68,6 +73,7 @@ impl Default for Options {
             granule: Bytes::kib(64),
             threshold: core.threshold,
             address_space: core.address_space,
+            compile_after: Some(2),
         }
     }
 }
@@ -127,6 +133,7 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
         budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        compile_after: options.compile_after,
         ..memory_compiler::Options::default()
     }
 }
@@ -203,9 +210,7 @@ impl Memory {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(device) = device {
             let mut compiler = compiler;
-            compiler
-                .use_stream(cuda::stream(device))
-                .map_err(wrap)?;
+            compiler.use_stream(cuda::stream(device)).map_err(wrap)?;
             return Ok(Self { compiler });
         }
         warm_up(device)?;
@@ -246,6 +251,17 @@ impl Memory {
     /// The device's refusal, wrapped; the recorded layout then stays.
     pub fn compile(&mut self) -> Result<Compiled> {
         self.compiler.compile().map_err(wrap)
+    }
+
+    /// Keeps every address as it is until the guard is dropped: for a step that is captured into a CUDA graph;
+    /// [`Compiler::pin_layout`]. Capture a step that was replayed before: it makes no driver call that a
+    /// capture forbids. Candle passes shapes of strided tensors through host memory that is gone when the
+    /// graph is launched; only kernels on contiguous tensors can be captured.
+    ///
+    /// # Errors
+    /// When a step of this compiler was leaked on another thread.
+    pub fn pin_layout(&mut self) -> Result<PinnedLayout> {
+        self.compiler.pin_layout().map_err(wrap)
     }
 
     /// Gives idle memory back to the device; [`Compiler::trim`].

@@ -196,6 +196,52 @@ fn a_device_with_a_stream_of_its_own_is_served_on_it() -> Result<()> {
 }
 
 #[test]
+fn a_replayed_step_is_captured_into_a_graph_and_launched() -> Result<()> {
+    use candle_core::cuda_backend::cudarc::driver::sys;
+    let Some((device, _alone)) = gpu(0) else {
+        return Ok(());
+    };
+    device.set_seed(5)?;
+    let weight = (Tensor::randn(0f32, 1f32, (256, 256), &device)? * 0.05)?;
+    let inputs = [0, 1].map(|_| Tensor::randn(0f32, 1f32, (64, 256), &device));
+    let [first, second] = inputs;
+    let (first, second) = (first?, second?);
+    let forward = |input: &Tensor| {
+        let mut x = input.clone();
+        for _ in 0..4 {
+            x = (x.matmul(&weight)?.relu()? + &x)?;
+        }
+        Ok(x)
+    };
+    let expected = bits(&forward(&second)?)?;
+    let mut memory = compiler(&device)?;
+    for _ in 0..6 {
+        let output = memory.step(|| forward(&first))?;
+        assert_ne!(bits(&output)?, expected);
+    }
+    let _pinned = memory.pin_layout()?;
+    let Device::Cuda(cuda) = &device else {
+        unreachable!("a GPU");
+    };
+    let stream = cuda.cuda_stream();
+    let wrapped = candle_core::Error::wrap;
+    stream
+        .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        .map_err(wrapped)?;
+    let output = memory.step(|| forward(&second));
+    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+    let graph = stream.end_capture(flags).map_err(wrapped)?;
+    let (output, graph) = (output?, graph.expect("something was captured"));
+    let stats = memory.stats();
+    assert_eq!((stats.device_calls_step, stats.breaks_total), (0, 0));
+    for _ in 0..3 {
+        graph.launch().map_err(wrapped)?;
+        assert_eq!(bits(&output)?, expected);
+    }
+    Ok(())
+}
+
+#[test]
 fn one_thread_serves_two_gpus() -> Result<()> {
     let (Some((second, alone)), true) = (gpu(1), Cuda::count() > 1) else {
         return Ok(());

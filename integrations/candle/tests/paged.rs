@@ -99,7 +99,10 @@ fn every_format_is_converted_as_candle_converts_it() {
 #[test]
 fn shards_are_found_by_their_index() {
     let folder = Folder::new("shards");
-    let (first, second) = (draw(&["a.weight"], DType::F32), draw(&["b.weight"], DType::F32));
+    let (first, second) = (
+        draw(&["a.weight"], DType::F32),
+        draw(&["b.weight"], DType::F32),
+    );
     for (name, tensors) in [("1.safetensors", &first), ("2.safetensors", &second)] {
         candle_core::safetensors::save(tensors, folder.file(name)).unwrap();
     }
@@ -216,5 +219,8 @@ fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
     let bounded = open(&bounded, &[&path], DType::F32).unwrap();
     let told = bounded.var_builder().get((SIDE, SIDE), "a.weight");
     let told = told.unwrap_err().to_string();
-    assert!(told.contains("weights that are used at once need 48.00 KiB"), "{told}");
+    assert!(
+        told.contains("weights that are used at once need 48.00 KiB"),
+        "{told}"
+    );
 }

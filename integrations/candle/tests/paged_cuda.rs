@@ -142,7 +142,10 @@ fn a_weight_that_does_not_fit_is_an_error_that_says_so() {
     let mut memory = compiler_sharing(&device, &Options::default(), &pager).unwrap();
     let x = input(&device, DType::F32);
     let error = memory.step(|| model.forward(&x)).unwrap_err().to_string();
-    assert!(error.contains("weights that are used at once need"), "{error}");
+    assert!(
+        error.contains("weights that are used at once need"),
+        "{error}"
+    );
     // The device is as good as new.
     assert!(bits(&x.relu().unwrap()).len() == 64 * WIDTH);
     std::fs::remove_file(path).unwrap();
@@ -170,7 +173,10 @@ fn a_second_model_takes_only_the_shortfall_and_going_back_brings_only_that_in() 
         }
         let (before, calls) = (paged.stats(), pager.stats().device_calls);
         assert!(bits(&memory.step(|| model.forward(&x)).unwrap()) == plain);
-        assert_eq!((paged.stats().copied, pager.stats().device_calls), (before.copied, calls));
+        assert_eq!(
+            (paged.stats().copied, pager.stats().device_calls),
+            (before.copied, calls)
+        );
         paged.rest();
         for _ in 0..2 {
             let output = memory.step_named("decode", || decoder.forward(&x)).unwrap();
@@ -182,9 +188,16 @@ fn a_second_model_takes_only_the_shortfall_and_going_back_brings_only_that_in() 
         let went = before.copied;
         assert!(bits(&memory.step(|| model.forward(&x)).unwrap()) == plain);
         let back = paged.stats().copied.0 - went.0;
-        println!("{} before, {left} left, {} came back", before.resident, Bytes(back));
+        println!(
+            "{} before, {left} left, {} came back",
+            before.resident,
+            Bytes(back)
+        );
         // 160 MiB and 40 MiB of weights, whole pages, in 176 MiB.
-        assert!(shortfall <= 28 << 20 && back == shortfall, "{shortfall} {back}");
+        assert!(
+            shortfall <= 28 << 20 && back == shortfall,
+            "{shortfall} {back}"
+        );
     }
     std::fs::remove_file(path).unwrap();
 }
@@ -197,13 +210,19 @@ fn a_missing_a_misshapen_and_a_late_tensor_are_named() {
     // SAFETY: the weights are used by Candle's work alone, and nobody else knows the file.
     let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
     let vb = paged.var_builder();
-    for (name, shape) in [("absent.weight", [WIDTH, WIDTH]), ("layers.1.weight", [2, 2])] {
+    for (name, shape) in [
+        ("absent.weight", [WIDTH, WIDTH]),
+        ("layers.1.weight", [2, 2]),
+    ] {
         let error = vb.get(&shape[..], name).unwrap_err().to_string();
         assert!(error.contains(name), "{error}");
     }
     let weight = vb.get((WIDTH, WIDTH), "layers.0.weight").unwrap();
     assert!(bits(&weight).len() == WIDTH * WIDTH);
-    let late = vb.get((WIDTH, WIDTH), "layers.2.weight").unwrap_err().to_string();
+    let late = vb
+        .get((WIDTH, WIDTH), "layers.2.weight")
+        .unwrap_err()
+        .to_string();
     assert!(late.contains("layers.2.weight"), "{late}");
     std::fs::remove_file(path).unwrap();
 }

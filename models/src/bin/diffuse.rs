@@ -9,12 +9,13 @@ use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
 use memory_compiler_candle::{Options, Paged, PagedStats, pager};
 use memory_compiler_models::{
-    Denoiser, Error, ModelKind, Result, parse_bytes,
+    Denoiser, Error, ModelKind, Result,
     compiled::Compiled,
+    parse_bytes,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{self, Source, load, load_paged},
+    weights::{self, Source, load_on, load_paged},
 };
 use std::{
     path::PathBuf,
@@ -24,6 +25,12 @@ use std::{
 
 #[global_allocator]
 static MEMORY: ScopedAllocator = ScopedAllocator::new();
+
+#[cfg(feature = "cuda")]
+memory_compiler::interpose_cuda!();
+
+#[cfg(feature = "cuda")]
+memory_compiler::page_cuda_weights!();
 
 /// Draws handwritten digits with a small diffusion model and writes them as one sheet.
 #[derive(Debug, Parser)]
@@ -62,6 +69,9 @@ struct Arguments {
     /// The sheet, a PNG: a column for each digit, a row for each sample.
     #[arg(long, value_name = "FILE", default_value = "sheet.png")]
     out: PathBuf,
+    /// The CPU, or an NVIDIA GPU by its number.
+    #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu", value_parser = parse_device)]
+    device: Place,
     #[command(flatten)]
     memory: Memory,
 }
@@ -78,10 +88,10 @@ struct Memory {
     /// Run on plain memory too, and say whether every pixel is the same.
     #[arg(long)]
     compare: bool,
-    /// Serve buffers of at least this size (16KiB).
+    /// Serve buffers of at least this size (16KiB); on a GPU all are served.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     threshold: Option<u64>,
-    /// The size of a page (64KiB).
+    /// The size of a page (64KiB); a GPU has its own.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     granule: Option<u64>,
     /// Hold at most this much; the run fails when a step needs more.
@@ -93,11 +103,11 @@ struct Memory {
 }
 
 impl Memory {
-    fn options(&self) -> Options {
+    fn options(&self, device: &Device) -> Options {
         let defaults = Options::default();
         let granule = match self.weight_budget {
-            Some(_) => weights::GRANULE,
-            None => defaults.granule,
+            Some(_) if device.is_cpu() => weights::GRANULE,
+            _ => defaults.granule,
         };
         Options {
             strict: self.strict,
@@ -105,6 +115,25 @@ impl Memory {
             granule: self.granule.map_or(granule, Bytes),
             threshold: self.threshold.map_or(defaults.threshold, Bytes),
             ..defaults
+        }
+    }
+}
+
+/// Where to compute.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    Cpu,
+    Cuda(usize),
+}
+
+impl Place {
+    fn open(self) -> Result<Device> {
+        match self {
+            Self::Cpu => Ok(Device::Cpu),
+            Self::Cuda(_) if !cfg!(feature = "cuda") => Err(Error::Setting(
+                "this diffuse was built for the CPU; `--features cuda` adds GPUs".into(),
+            )),
+            Self::Cuda(number) => Ok(Device::new_cuda(number)?),
         }
     }
 }
@@ -155,26 +184,36 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
-    let options = arguments.memory.options();
+    let device = arguments.device.open()?;
+    let options = arguments.memory.options(&device);
     let pager = match arguments.memory.weight_budget {
-        Some(budget) => Some(pager(&Device::Cpu, &options, Some(Bytes(budget)))?),
+        Some(budget) => Some(pager(&device, &options, Some(Bytes(budget)))?),
         None => None,
     };
     let (model, paged) = match &pager {
         Some(pager) => {
-            let (model, paged) = load_paged(arguments.model, source, &Device::Cpu, pager)?;
+            let (model, paged) = load_paged(arguments.model, source, &device, pager)?;
             (model, Some(paged))
         }
-        None => (load(arguments.model, source)?, None),
+        None => (load_on(arguments.model, source, &device)?, None),
     };
     let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
     let mut compiled = match (arguments.memory.no_compile, &pager) {
         (true, _) => None,
-        (false, Some(pager)) => Some(Compiled::sharing(&options, pager)?),
-        (false, None) => Some(Compiled::new(&options)?),
+        (false, Some(pager)) => Some(Compiled::sharing(&device, &options, pager)?),
+        (false, None) => Some(Compiled::on(&device, &options)?),
     };
+    if !device.is_cpu() {
+        // The first call of each kernel loads it, and cuBLAS takes its workspace: nothing of a step.
+        let once = Job {
+            steps: 1,
+            ..job.clone()
+        };
+        sample(model.as_ref(), &once, &mut Plain, || ())?;
+        device.synchronize()?;
+    }
     let (images, time, calls) = match &mut compiled {
         Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
         None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
@@ -183,7 +222,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let plain = match (arguments.memory.compare, &paged) {
         (true, None) => Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?),
         (true, Some(_)) => {
-            let model = load(arguments.model, source)?;
+            let model = load_on(arguments.model, source, &device)?;
             Some(run(model.as_ref(), &job, &mut Plain, "plain memory")?)
         }
         (false, _) => None,
@@ -259,6 +298,7 @@ fn run(
     let started = Instant::now();
     let mut stepper = Counted { stepper, calls: 0 };
     let images = sample(model, job, &mut stepper, || bar.inc(1));
+    model.device().synchronize()?;
     let time = started.elapsed();
     bar.finish_and_clear();
     Ok((images?, time, stepper.calls))
@@ -321,4 +361,16 @@ fn parse_class(text: &str) -> std::result::Result<Class, String> {
         Ok(digit @ 0..=9) => Ok(Class::One(digit)),
         _ => Err("a class is 0 to 9 or all".into()),
     }
+}
+
+fn parse_device(text: &str) -> std::result::Result<Place, String> {
+    let number = match text.split_once(':') {
+        None if text == "cpu" => return Ok(Place::Cpu),
+        None if text == "cuda" => Some(0),
+        Some(("cuda", number)) => number.parse().ok(),
+        _ => None,
+    };
+    number
+        .map(Place::Cuda)
+        .ok_or_else(|| "a device is cpu, cuda or cuda:N".into())
 }

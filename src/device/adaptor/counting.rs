@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
+use crate::device::{
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Counts the calls that reach a device, and what they leave reserved, created and mapped.
@@ -121,7 +123,9 @@ impl<D: Device> Counting<D> {
 /// For calls that leave nothing behind.
 fn no_change(_: &mut Books) {}
 
-impl<D: Device> Device for Counting<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Counting<D> {
     fn granule(&self) -> Bytes {
         self.upstream.granule()
     }
@@ -132,6 +136,10 @@ impl<D: Device> Device for Counting<D> {
 
     fn gpu(&self) -> Option<GpuIdentity> {
         self.upstream.gpu()
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.upstream.is_capturing(stream)
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
@@ -203,6 +211,10 @@ impl<D: Device> Device for Counting<D> {
 
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError> {
         self.counted(Call::Wait, |d| d.wait(stream, fence), no_change)
+    }
+
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        self.counted(Call::TrimPool, Device::trim_pool, no_change)
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
+use crate::device::{
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Fails a chosen call with a chosen error; the failed call never reaches upstream.
@@ -168,7 +170,9 @@ impl Plan {
     }
 }
 
-impl<D: Device> Device for Failing<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Failing<D> {
     fn granule(&self) -> Bytes {
         self.upstream.granule()
     }
@@ -179,6 +183,10 @@ impl<D: Device> Device for Failing<D> {
 
     fn gpu(&self) -> Option<GpuIdentity> {
         self.upstream.gpu()
+    }
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        self.upstream.is_capturing(stream)
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
@@ -219,6 +227,10 @@ impl<D: Device> Device for Failing<D> {
 
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError> {
         self.unless_planned(Call::Wait, |d| d.wait(stream, fence))
+    }
+
+    fn trim_pool(&self) -> Result<(), DeviceError> {
+        self.unless_planned(Call::TrimPool, Device::trim_pool)
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

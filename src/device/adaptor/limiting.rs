@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::{forward, lock};
-use crate::device::{Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
+use crate::device::{
+    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Lets at most so many bytes of physical pages be alive.
@@ -42,11 +44,13 @@ impl<D: Device> Limiting<D> {
     }
 }
 
-impl<D: Device> Device for Limiting<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
         granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
-        synchronise, fence, wait, write, read, fill, host_memory, copy_stream, enqueue_copy,
-        moment, elapsed);
+        synchronise, fence, wait, is_capturing, trim_pool, write, read, fill, host_memory, copy_stream,
+        enqueue_copy, moment, elapsed);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.
     fn create(&self) -> Result<PageId, DeviceError> {

@@ -30,7 +30,9 @@ pub use streams::{Streams, Work};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId};
+use super::{
+    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
@@ -76,6 +78,12 @@ macro_rules! forward {
     (@ wait $self:ident $upstream:expr) => {
         forward!(@@ wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ is_capturing $self:ident $upstream:expr) => {
+        forward!(@@ is_capturing(stream: StreamId) -> bool, $self $upstream);
+    };
+    (@ trim_pool $self:ident $upstream:expr) => {
+        forward!(@@ trim_pool() -> Result<(), DeviceError>, $self $upstream);
+    };
     (@ memory $self:ident $upstream:expr) => {
         forward!(@@ memory() -> Result<MemoryInfo, DeviceError>, $self $upstream);
     };
@@ -113,11 +121,12 @@ macro_rules! forward {
 }
 use forward;
 
-impl<D: Device + ?Sized> Device for Arc<D> {
+// SAFETY: every method is that of the device itself, which keeps the contract.
+unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, memory, write, read, fill, host_memory, copy_stream, enqueue_copy,
-        moment, elapsed);
+        synchronise, fence, wait, is_capturing, trim_pool, memory, write, read, fill, host_memory,
+        copy_stream, enqueue_copy, moment, elapsed);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

@@ -10,11 +10,14 @@
 //!
 //! May import: `device`, `units`.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use super::{forward, lock};
-use crate::device::{OUTSIDE, Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, PageId, StreamId};
+use crate::device::{
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, OUTSIDE, PageId,
+    StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Simulated streams over a device: work is enqueued, and runs in an order that a seed decides.
@@ -43,6 +46,8 @@ struct Queues {
     results: BTreeMap<Work, Result<Vec<u8>, DeviceError>>,
     next_fence: u64,
     next_work: u64,
+    /// Streams that are captured.
+    capturing: BTreeSet<u64>,
 }
 
 /// One stream. Items ever enqueued = `done` + the ones in the queue.
@@ -142,6 +147,16 @@ impl<D: Device> Streams<D> {
         work
     }
 
+    /// Begins or ends the capture of a stream into a graph; from the one to the other it waits for no fence.
+    pub fn set_capturing(&self, stream: StreamId, capturing: bool) {
+        let streams = &mut lock(&self.queues).capturing;
+        if capturing {
+            streams.insert(stream.0);
+        } else {
+            streams.remove(&stream.0);
+        }
+    }
+
     /// Runs everything that is enqueued, in an order of the streams that `seed` decides: bursts of
     /// random length, so that one stream may run far ahead of another.
     pub fn run_all(&self, seed: u64) {
@@ -219,10 +234,16 @@ fn split_mix(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-impl<D: Device> Device for Streams<D> {
+// SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
+// call that is refused here has changed nothing there.
+unsafe impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, memory, write, read, fill,
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill,
         host_memory);
+
+    fn is_capturing(&self, stream: StreamId) -> bool {
+        lock(&self.queues).capturing.contains(&stream.0) || self.upstream.is_capturing(stream)
+    }
 
     /// Runs everything that is enqueued.
     fn synchronise(&self) -> Result<(), DeviceError> {
@@ -251,6 +272,12 @@ impl<D: Device> Device for Streams<D> {
 
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError> {
         let mut queues = lock(&self.queues);
+        if queues.capturing.contains(&stream.0) {
+            return Err(DeviceError::Invalid {
+                call: Call::Wait,
+                reason: "a captured stream waits for no fence of another",
+            });
+        }
         let reason = "the fence was issued and not yet waited for";
         let point = queues.fences.remove(&fence.0).ok_or(DeviceError::Invalid {
             call: Call::Wait,

@@ -299,7 +299,7 @@ impl Gpu {
             sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device)
         })?;
         // SAFETY: the default pool lives as long as its device.
-        check(Call::Create, unsafe { sys::cuMemPoolTrimTo(pool, 0) })
+        check(Call::TrimPool, unsafe { sys::cuMemPoolTrimTo(pool, 0) })
     }
 
     pub fn release(&self, page: Handle) -> Result<(), DeviceError> {
@@ -390,6 +390,15 @@ impl Gpu {
             self.destroy(event);
         }
         recorded.map(|()| event)
+    }
+
+    /// Whether a graph is being captured from a stream; a stream that does not say is not asked to wait.
+    pub fn is_capturing(&self, stream: StreamId) -> bool {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: `status` is writable; the stream is as in `record`.
+        let code = unsafe { sys::cuStreamIsCapturing(raw(stream), &raw mut status) };
+        code != sys::CUresult::CUDA_SUCCESS
+            || status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
     }
 
     pub fn wait(&self, stream: StreamId, event: Event) -> Result<(), DeviceError> {

@@ -107,7 +107,9 @@ impl Inner {
             // Pages and tensors begin at multiples of 512 bytes.
             let from = (at.0 - offset.0) / width;
             let to = from + size.0 / width;
-            let bytes = self.files.bytes(name, self.dtype, from as usize, to as usize)?;
+            let bytes = self
+                .files
+                .bytes(name, self.dtype, from as usize, to as usize)?;
             let written = self.pager.device().write(address, &bytes);
             written.map_err(candle_core::Error::wrap)?;
             copied += size.0;

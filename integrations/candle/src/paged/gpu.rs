@@ -331,8 +331,8 @@ impl UseWatch for Inner {
             let offset = address.0 - base;
             let after = weights.partition_point(|weight| weight.offset.0 <= offset);
             let weight = after.checked_sub(1);
-            let inside = weight
-                .filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
+            let inside =
+                weight.filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
             needed.extend(inside.map(|weight| running.group_of[weight]));
         }
         if needed.is_subset(&running.active) {
@@ -365,7 +365,11 @@ fn copy_values<T: WithDType + CudaDType + DeviceRepr>(
     // SAFETY: any bits are a value of `T`, a number; what does not align is left out, and seen below.
     let (before, place, after) = unsafe { place.align_to_mut::<T>() };
     if !before.is_empty() || !after.is_empty() || place.len() != values.elem_count() {
-        bail!("{} bytes are no {} values", size_of_val(place), values.elem_count());
+        bail!(
+            "{} bytes are no {} values",
+            size_of_val(place),
+            values.elem_count()
+        );
     }
     let (storage, layout) = values.storage_and_layout();
     let from = layout.start_offset();

@@ -26,9 +26,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use candle_core::{DType, Device, Result, bail};
 #[cfg(feature = "cuda")]
 use candle_core::{Shape, Tensor};
-use candle_core::{DType, Device, Result, bail};
 use candle_nn::VarBuilder;
 #[cfg(feature = "cuda")]
 use candle_nn::var_builder::SimpleBackend;

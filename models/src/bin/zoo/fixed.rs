@@ -7,7 +7,8 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::time::Instant;
 
 use memory_compiler::hook::cuda as hook;
 
@@ -132,8 +133,50 @@ impl Floor {
     }
 }
 
+static TIMED: AtomicBool = AtomicBool::new(false);
+static CALLS: AtomicU64 = AtomicU64::new(0);
+static NANOSECONDS: AtomicU64 = AtomicU64::new(0);
+
+/// Runs `f` with a clock around every call that it makes of `cuMemAllocAsync` and `cuMemFreeAsync`.
+/// Returns how many there were, and how long one took on average, the clock's own time taken off.
+pub fn timed<T>(f: impl FnOnce() -> T) -> (T, u64, f64) {
+    CALLS.store(0, Ordering::Relaxed);
+    NANOSECONDS.store(0, Ordering::Relaxed);
+    TIMED.store(true, Ordering::Relaxed);
+    let result = f();
+    TIMED.store(false, Ordering::Relaxed);
+    let calls = CALLS.load(Ordering::Relaxed);
+    let mean = NANOSECONDS.load(Ordering::Relaxed) as f64 / calls.max(1) as f64;
+    let clock = (0..1_000)
+        .map(|_| Instant::now().elapsed().as_nanos() as f64)
+        .sum::<f64>()
+        / 1_000.0;
+    (result, calls, mean - clock)
+}
+
+#[inline]
+fn clocked(call: impl FnOnce() -> u32) -> u32 {
+    if !TIMED.load(Ordering::Relaxed) {
+        return call();
+    }
+    let began = Instant::now();
+    let code = call();
+    let took = began.elapsed().as_nanos() as u64;
+    NANOSECONDS.fetch_add(took, Ordering::Relaxed);
+    CALLS.fetch_add(1, Ordering::Relaxed);
+    code
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemAllocAsync(at: *mut u64, size: usize, stream: *mut c_void) -> u32 {
+    // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+    clocked(|| unsafe { alloc(at, size, stream) })
+}
+
+/// # Safety
+/// As the driver's call.
+#[inline]
+unsafe fn alloc(at: *mut u64, size: usize, stream: *mut c_void) -> u32 {
     let mode = MODE.load(Ordering::Relaxed);
     if mode == REPLAY && size > 0 {
         return FLOOR.with_borrow_mut(|floor| {
@@ -158,6 +201,14 @@ unsafe extern "C" fn cuMemAllocAsync(at: *mut u64, size: usize, stream: *mut c_v
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemFreeAsync(at: u64, stream: *mut c_void) -> u32 {
+    // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+    clocked(|| unsafe { free(at, stream) })
+}
+
+/// # Safety
+/// As the driver's call.
+#[inline]
+unsafe fn free(at: u64, stream: *mut c_void) -> u32 {
     let mode = MODE.load(Ordering::Relaxed);
     if mode == RECORD {
         FLOOR.with_borrow_mut(|floor| floor.ended(at));

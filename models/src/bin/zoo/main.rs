@@ -132,12 +132,12 @@ fn run(arguments: &Arguments) -> Result<bool> {
         return paged::table(&plan, &device, &gpu);
     }
     device.set_seed(1)?;
-    let network = networks::build(job, &device, weights(dtype, &device))?;
+    let network = networks::build(job, &device, weights(job, &device))?;
     let bench = Bench { device, gpu };
     bench.warm(&network)?;
     let (allocators, paces): (&[Allocator], &[Pace]) = if arguments.compare {
         (
-            &[Allocator::Default, Allocator::Fixed, Allocator::Compiled],
+            &[Allocator::Default, Allocator::Compiled, Allocator::Fixed],
             &[Pace::Sync, Pace::Free],
         )
     } else {
@@ -154,11 +154,13 @@ fn run(arguments: &Arguments) -> Result<bool> {
     }
     for _ in 0..arguments.rounds {
         for &pace in paces {
-            for subject in &mut subjects {
-                bench.time(subject, pace, arguments.steps)?;
+            match pace {
+                Pace::Sync => bench.time_in_turn(&mut subjects, arguments.steps)?,
+                Pace::Free => bench.time_all(&mut subjects, pace, arguments.steps)?,
             }
         }
     }
+    subjects.sort_by_key(|subject| subject.allocator as usize);
     if !arguments.bare {
         print_titles();
     }
@@ -211,7 +213,7 @@ fn check(subject: &Subject, first: &Subject) -> bool {
 
 fn print_titles() {
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7} {:>6} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         "model",
         "who",
         "sync",
@@ -219,6 +221,7 @@ fn print_titles() {
         "least",
         "enqueue",
         "least",
+        "ns/call",
         "ratio",
         "buffers",
         "calls",
@@ -243,7 +246,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
     let (facts, times) = (&subject.facts, &subject.times[pace as usize]);
     let (latency, enqueue) = (summary(&times.latency), summary(&times.enqueue));
     println!(
-        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
+        "{:<25} {:<8} {:<4} {:>8} {:>8} {:>8} {:>8} {:>7.0} {:>6.3} {:>7} {:>6} {:>6} {:>7} {:>7} {:>7} {:>7} {:>8} {:>7}",
         name.to_lowercase(),
         format!("{:?}", subject.allocator).to_lowercase(),
         if pace == Pace::Sync { "each" } else { "none" },
@@ -251,6 +254,7 @@ fn print_row(job: &Job, subject: &Subject, pace: Pace, default: Duration) {
         ms(latency.1),
         ms(enqueue.0),
         ms(enqueue.1),
+        facts.call,
         default.as_secs_f64() / latency.0.as_secs_f64(),
         facts.buffers,
         facts.calls,

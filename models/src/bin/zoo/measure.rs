@@ -49,6 +49,9 @@ pub struct Facts {
     /// Device memory in use above the weights, at the end of a step that was enqueued alone, and of
     /// several that were enqueued at once.
     pub device: [Bytes; 2],
+    /// Nanoseconds in one call of the allocator, on average in the fastest of a few steps that were
+    /// enqueued one by one.
+    pub call: f64,
     /// Outputs of the first step and of a later one, as bits.
     pub outputs: Vec<Vec<u32>>,
 }
@@ -190,6 +193,14 @@ impl Bench {
         }
         let together = self.in_use()?;
         self.settle()?;
+        let mut call = f64::INFINITY;
+        for _ in 0..count.min(4) {
+            let (output, _, nanoseconds) = fixed::timed(|| subject.step());
+            drop(output?);
+            self.device.synchronize()?;
+            call = call.min(nanoseconds);
+        }
+        subject.facts.call = call;
         let facts = &mut subject.facts;
         facts.device = [alone, together].map(|used| Bytes(used.saturating_sub(base)));
         facts.calls = after.allocs + after.frees - before.allocs - before.frees;
@@ -203,6 +214,25 @@ impl Bench {
                 (Some(stats.held), Some(stats.floor), Some(stats.peak));
         }
         Ok(subject)
+    }
+
+    /// Times steps that are waited for, one of each subject in turn, so that what disturbs the machine
+    /// for a while disturbs them all.
+    pub fn time_in_turn(&self, subjects: &mut [Subject], count: usize) -> Result<()> {
+        for _ in 0..count {
+            self.time_all(subjects, Pace::Sync, 1)?;
+        }
+        Ok(())
+    }
+
+    /// Times a round of `count` steps of each subject; the first becomes the last, so that nobody comes
+    /// always behind the same one.
+    pub fn time_all(&self, subjects: &mut [Subject], pace: Pace, count: usize) -> Result<()> {
+        for subject in &mut *subjects {
+            self.time(subject, pace, count)?;
+        }
+        subjects.rotate_left(1);
+        Ok(())
     }
 
     /// Times a round of `count` steps.

@@ -1,13 +1,13 @@
 //! The models, as candle-transformers publishes them, each with the inputs of one step.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
 use candle_transformers::models::flux::{self, WithForward as _};
 use candle_transformers::models::stable_diffusion::unet_2d::{
     BlockConfig, UNet2DConditionModel, UNet2DConditionModelConfig,
 };
 use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
 use candle_transformers::models::{mmdit, z_image};
-use candle_nn::VarBuilder;
 use clap::ValueEnum;
 
 /// A model of candle-transformers.
@@ -19,6 +19,8 @@ pub enum Model {
     Sdxl,
     /// The MMDiT of Stable Diffusion 3 medium.
     Sd3,
+    /// The MMDiT-X of Stable Diffusion 3.5 medium: a second attention in its first 13 blocks.
+    Sd35,
     /// The transformer of FLUX.1-dev.
     Flux,
     /// The transformer of Z-Image-Turbo.
@@ -32,7 +34,7 @@ impl Model {
     pub fn usual_dtype(self) -> DType {
         match self {
             Self::Flux | Self::ZImage => DType::BF16,
-            Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Vae => DType::F16,
+            Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Sd35 | Self::Vae => DType::F16,
         }
     }
 
@@ -47,7 +49,7 @@ impl Model {
 
     /// Two with guidance by a second prediction, one without.
     pub fn usual_batch(self) -> usize {
-        if matches!(self, Self::Sd15 | Self::Sdxl | Self::Sd3) {
+        if matches!(self, Self::Sd15 | Self::Sdxl | Self::Sd3 | Self::Sd35) {
             2
         } else {
             1
@@ -89,8 +91,12 @@ pub fn build(job: Job, device: &Device, vb: VarBuilder) -> Result<Network> {
             let network = UNet2DConditionModel::new(vb, 4, 4, false, config)?;
             Box::new(move || network.forward(&latents, 500.0, &text))
         }
-        Model::Sd3 => {
-            let network = mmdit::model::MMDiT::new(&mmdit::model::Config::sd3_medium(), false, vb)?;
+        Model::Sd3 | Model::Sd35 => {
+            let config = match model {
+                Model::Sd3 => mmdit::model::Config::sd3_medium(),
+                _ => mmdit::model::Config::sd3_5_medium(),
+            };
+            let network = mmdit::model::MMDiT::new(&config, false, vb)?;
             let latents = noise(&[batch, 16, rows, columns])?;
             let time = Tensor::full(500f32, batch, device)?;
             let (pooled, text) = (noise(&[batch, 2048])?, noise(&[batch, 154, 4096])?);

@@ -47,7 +47,7 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
     let (resident, capacity) = {
         device.set_seed(1)?;
         let before = in_use(gpu)?;
-        let network = networks::build(job, device, weights(job.dtype, device))?;
+        let network = networks::build(job, device, weights(job, device))?;
         settle(device, gpu)?;
         let taken = in_use(gpu)? - before;
         let mut memory = memory_compiler_candle::compiler(device)?;
@@ -84,7 +84,7 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
         let began = Instant::now();
         let pager = memory_compiler_candle::pager(device, &Options::default(), Some(budget))?;
         device.set_seed(1)?;
-        let source = weights(job.dtype, device);
+        let source = weights(job, device);
         // SAFETY: the model reads its weights by kernels of Candle and products of cuBLAS, which the hook sees,
         // and nothing writes to them.
         let paged = unsafe { Paged::over(&pager, device, source, capacity) }?;
@@ -136,7 +136,10 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
             kept = false;
         }
         if peak > budget.0 + run.held.0 + (64 << 20) {
-            println!("FAILED: {} in use, more than the budget and the step", Bytes(peak));
+            println!(
+                "FAILED: {} in use, more than the budget and the step",
+                Bytes(peak)
+            );
             kept = false;
         }
         if run.calls > 0 {
@@ -165,7 +168,7 @@ fn after(
     network: &Network,
     memory: &mut Memory,
 ) -> Result<Vec<u32>> {
-    let source = weights(then.dtype, device);
+    let source = weights(then, device);
     // SAFETY: as for the first model.
     let second = unsafe { Paged::over(pager, device, source, Bytes::gib(1)) }?;
     let decode = networks::build(then, device, second.var_builder())?;

@@ -3,9 +3,14 @@
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 
+use crate::networks::{Job, Model};
+
 /// Draws each tensor when it is asked for, scaled so that values neither vanish nor overflow in half
 /// precision.
-struct Random;
+struct Random {
+    /// Whether the first 13 blocks of an MMDiT have their second attention, as in SD 3.5 medium.
+    has_second_attention: bool,
+}
 
 impl SimpleBackend for Random {
     fn get(
@@ -33,13 +38,19 @@ impl SimpleBackend for Random {
         candle_core::bail!("{name} is asked for without a shape")
     }
 
-    /// Everything but the second attention that only SD 3.5 has.
     fn contains_tensor(&self, name: &str) -> bool {
-        !name.contains(".attn2.qkv.")
+        if !name.contains(".attn2.qkv.") {
+            return true;
+        }
+        let block = name.split('.').find_map(|part| part.parse::<usize>().ok());
+        self.has_second_attention && block.is_some_and(|block| block < 13)
     }
 }
 
-/// Random weights of `dtype` on `device`.
-pub fn weights(dtype: DType, device: &Device) -> VarBuilder<'static> {
-    VarBuilder::from_backend(Box::new(Random), dtype, device.clone())
+/// Random weights for a job on `device`.
+pub fn weights(job: Job, device: &Device) -> VarBuilder<'static> {
+    let random = Random {
+        has_second_attention: job.model == Model::Sd35,
+    };
+    VarBuilder::from_backend(Box::new(random), job.dtype, device.clone())
 }

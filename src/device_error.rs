@@ -1,0 +1,88 @@
+//! Layer 0: what a device is asked and how it refuses, as data; [`device`](crate::device) shows these.
+//!
+//! May import: `units`.
+
+use crate::units::Bytes;
+
+/// Physical memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Bytes that a `create` could still get.
+    pub free: Bytes,
+    /// All bytes that the device has.
+    pub total: Bytes,
+}
+
+/// The call of a device, for counting, for failing and for naming in an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(missing_docs, reason = "each variant is the method of the same name")]
+pub enum Call {
+    Reserve,
+    Unreserve,
+    Create,
+    Release,
+    Map,
+    Allow,
+    Unmap,
+    Synchronise,
+    Fence,
+    Wait,
+    Memory,
+    TrimPool,
+    Write,
+    Read,
+    Fill,
+}
+
+impl Call {
+    /// How many calls there are: `call as usize` is below it.
+    pub const COUNT: usize = Self::Fill as usize + 1;
+
+    /// The calls that change what is reserved, created or mapped: the ones that a replayed step must
+    /// not make.
+    pub const MEMORY: [Self; 7] = [
+        Self::Reserve,
+        Self::Unreserve,
+        Self::Create,
+        Self::Release,
+        Self::Map,
+        Self::Allow,
+        Self::Unmap,
+    ];
+
+    /// Whether the call is one of [`Call::MEMORY`].
+    #[must_use]
+    pub fn is_memory(self) -> bool {
+        Self::MEMORY.contains(&self)
+    }
+}
+
+/// Why a device refused a call.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// The device has no page left.
+    #[error("out of memory: {info_free} free of {info_total}", info_free = info.free, info_total = info.total)]
+    OutOfMemory {
+        /// Memory at the time of the call.
+        info: MemoryInfo,
+    },
+    /// Work still runs; the same call may succeed later (CUDA's `NOT_READY`).
+    #[error("not ready")]
+    NotReady,
+    /// The arguments name no such range, page or fence, or break a rule of [`Device`](crate::device::Device).
+    #[error("{call:?}: {reason}")]
+    Invalid {
+        /// The call.
+        call: Call,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The operating system or the driver refused.
+    #[error("{call:?} failed with code {code}")]
+    Driver {
+        /// The call.
+        call: Call,
+        /// `errno` on `Host`, `CUresult` on a GPU.
+        code: i32,
+    },
+}
