@@ -91,7 +91,7 @@ fn every_format_is_converted_as_candle_converts_it() {
             }
             let stats = paged.stats();
             assert!(stats.copied.0 > 3 * one.0, "they came back: {stats:?}");
-            assert_eq!(stats.pager.beyond_peak, Bytes::ZERO);
+            assert!(stats.resident <= stats.pager.weights_limit);
         }
     }
 }
@@ -139,7 +139,7 @@ fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
     candle_core::safetensors::save(&draw(&["a.weight"], DType::F32), &path).unwrap();
     let whole = std::fs::read(&path).unwrap();
     let mut damaged = whole.clone();
-    damaged[10] = b'#';
+    damaged[8] = b'#';
     let cases: [(&str, &[u8]); 5] = [
         ("short", &whole[..whole.len() - 1]),
         ("header", &whole[..20]),

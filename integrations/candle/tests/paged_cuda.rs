@@ -203,6 +203,28 @@ fn a_second_model_takes_only_the_shortfall_and_going_back_brings_only_that_in() 
 }
 
 #[test]
+fn threads_take_turns_with_the_same_weights() {
+    let Some(device) = gpu() else { return };
+    let path = file("threads");
+    let pager = pager(&device, &Options::default(), Some(Bytes::mib(40))).unwrap();
+    // SAFETY: the model uses its weights by Candle's work alone, and nobody else knows the file.
+    let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
+    let model = Model::new(&paged.var_builder()).unwrap();
+    let x = input(&device, DType::F32);
+    let plain = bits(&model.forward(&x).unwrap());
+    for _ in 0..6 {
+        // Each thread's stream is another one, and is not waited for in between but for its output.
+        let output = std::thread::scope(|scope| {
+            let forward = || bits(&model.forward(&x).unwrap());
+            scope.spawn(forward).join().unwrap()
+        });
+        assert!(output == plain);
+        assert!(bits(&model.forward(&x).unwrap()) == plain);
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn a_missing_a_misshapen_and_a_late_tensor_are_named() {
     let Some(device) = gpu() else { return };
     let path = file("names");

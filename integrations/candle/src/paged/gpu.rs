@@ -8,10 +8,11 @@
 //! ```
 //!
 //! A weight stays where it is entered until work on another group is enqueued: then what is enqueued so far is
-//! all that used it.
+//! all that used it. Where another thread uses weights than before, the device is waited for once.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::ThreadId;
 
 use candle_core::cuda_backend::cudarc::cublas;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -20,7 +21,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use memory_compiler::device::{Device as _, HostMemory, StreamId};
+use memory_compiler::device::{Call, Device as _, HostMemory, StreamId};
 use memory_compiler::hook::uses::{self, UseWatch, watch_uses};
 use memory_compiler::hook::weights::SliceRange;
 use memory_compiler::pager::{Ahead, AheadStats, Group, OnStream, Pager};
@@ -77,6 +78,8 @@ struct Running {
     /// Of each weight.
     group_of: Vec<Group>,
     active: BTreeSet<Group>,
+    /// Who used weights last: Candle's usual stream is another one on each thread.
+    thread: ThreadId,
 }
 
 /// Whether what Candle calls in cuBLAS arrives at the hook.
@@ -286,7 +289,7 @@ impl Inner {
         let device = Arc::clone(self.pager.device());
         let carrier = OnStream::new(device, self.stream, Arc::new(image));
         let carrier = carrier.map_err(|source| Error::Device {
-            call: memory_compiler::device::Call::Write,
+            call: Call::Write,
             source,
         })?;
         let mut ahead = Ahead::new(self.memory.range().clone(), Box::new(carrier));
@@ -310,6 +313,7 @@ impl Inner {
             ahead,
             group_of: group_of.into_iter().flatten().collect(),
             active: BTreeSet::new(),
+            thread: std::thread::current().id(),
         })
     }
 }
@@ -335,10 +339,26 @@ impl UseWatch for Inner {
                 weight.filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
             needed.extend(inside.map(|weight| running.group_of[weight]));
         }
-        if needed.is_subset(&running.active) {
+        let is_here = running.thread == std::thread::current().id();
+        if is_here && needed.is_subset(&running.active) {
             return Ok(());
         }
-        let Running { ahead, active, .. } = running;
+        let Running {
+            ahead,
+            active,
+            thread,
+            ..
+        } = running;
+        let here = std::thread::current().id();
+        if *thread != here {
+            // Copies are in order with this thread's stream only.
+            let waited = self.pager.device().synchronise();
+            waited.map_err(|source| Error::Device {
+                call: Call::Synchronise,
+                source,
+            })?;
+            *thread = here;
+        }
         active.retain(|&group| {
             let stays = needed.contains(&group);
             if !stays {

@@ -55,9 +55,9 @@ struct Arguments {
     /// Which GPU.
     #[arg(long, default_value_t = 0)]
     device: usize,
-    /// Keep at most this much of the weights in memory: a table with a line for each of these (4GiB,8GiB).
-    #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = memory_compiler_models::parse_bytes)]
-    weight_budget: Vec<u64>,
+    /// Keep at most this much of the weights in memory: a table with a line for each of these (4GiB,30%).
+    #[arg(long, value_name = "BYTES|%", value_delimiter = ',', value_parser = paged::Limit::parse)]
+    weight_budget: Vec<paged::Limit>,
     /// With a weight budget: run this model on the same budget afterwards, then the first one again.
     #[arg(long, value_enum)]
     then: Option<Model>,
@@ -120,7 +120,7 @@ fn run(arguments: &Arguments) -> Result<bool> {
     if !arguments.weight_budget.is_empty() {
         let plan = paged::Plan {
             job,
-            budgets: arguments.weight_budget.iter().copied().map(Bytes).collect(),
+            limits: arguments.weight_budget.clone(),
             steps: arguments.steps,
             then: arguments.then.map(|model| Job {
                 model,

@@ -29,11 +29,31 @@ struct Run {
     calls: u64,
 }
 
+/// What weights may take.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    Bytes(Bytes),
+    /// Percent of all of them.
+    Share(u64),
+}
+
+impl Limit {
+    pub fn parse(text: &str) -> std::result::Result<Self, String> {
+        match text.strip_suffix('%').map(str::parse) {
+            Some(Ok(percent @ 1..=1000)) => Ok(Self::Share(percent)),
+            Some(_) => Err("a share is 1 to 1000 %".into()),
+            None => {
+                memory_compiler_models::parse_bytes(text).map(|bytes| Self::Bytes(Bytes(bytes)))
+            }
+        }
+    }
+}
+
 /// What is to be measured.
 pub struct Plan {
     pub job: Job,
-    /// Of the weights, each a line.
-    pub budgets: Vec<Bytes>,
+    /// For the weights, each a line.
+    pub limits: Vec<Limit>,
     pub steps: usize,
     /// A second model on the same budget, run after the steps.
     pub then: Option<Job>,
@@ -52,9 +72,10 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
         let taken = in_use(gpu)? - before;
         let mut memory = memory_compiler_candle::compiler(device)?;
         let run = run(device, &network, &mut memory, count, || 0)?;
-        // Every tensor begins at a multiple of 512 bytes, of which the driver's pool knows too.
+        // As the driver's pool has it, in whole chunks.
         (run, Bytes(taken + taken / 16 + (64 << 20)))
     };
+    let mut weights_size = None;
     settle(device, gpu)?;
     let compute = summary(&resident.steps).0;
     println!(
@@ -80,7 +101,19 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
         "peak"
     );
     let mut kept = true;
-    for &budget in &plan.budgets {
+    for &limit in &plan.limits {
+        let budget = match limit {
+            Limit::Bytes(bytes) => bytes,
+            Limit::Share(percent) => {
+                let size = match weights_size {
+                    Some(size) => size,
+                    None => size_of_weights(job, device, capacity)?,
+                };
+                weights_size = Some(size);
+                let pages = Bytes(size.0 * percent / 100).checked_round_up(gpu.granule());
+                pages.unwrap_or(size)
+            }
+        };
         let began = Instant::now();
         let pager = memory_compiler_candle::pager(device, &Options::default(), Some(budget))?;
         device.set_seed(1)?;
@@ -157,6 +190,15 @@ pub fn table(plan: &Plan, device: &Device, gpu: &Cuda) -> Result<bool> {
         settle(device, gpu)?;
     }
     Ok(kept)
+}
+
+/// Bytes of the weights that are paged.
+fn size_of_weights(job: Job, device: &Device, capacity: Bytes) -> Result<Bytes> {
+    let pager = memory_compiler_candle::pager(device, &Options::default(), None)?;
+    // SAFETY: nothing reads them.
+    let paged = unsafe { Paged::over(&pager, device, weights(job, device), capacity) }?;
+    drop(networks::build(job, device, paged.var_builder())?);
+    Ok(paged.stats().weights)
 }
 
 /// Runs a second model on the same budget, then the first one again; returns what that computes.
