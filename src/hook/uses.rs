@@ -69,9 +69,16 @@ pub fn watch_uses(base: Address, size: Bytes, watch: Weak<dyn UseWatch>) {
     HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
 }
 
+/// What is known of kernels.
+#[derive(Default)]
+struct Kernels {
+    generation: u64,
+    /// Bytes of each parameter, by the kernel's handle.
+    sizes: HashMap<usize, Box<[usize]>>,
+}
+
 thread_local! {
-    /// Bytes of each parameter of a kernel, by its handle; and for which generation.
-    static PARAMETERS: RefCell<(u64, HashMap<usize, Box<[usize]>>)> = RefCell::default();
+    static KERNELS: RefCell<Kernels> = RefCell::default();
     /// Why a call of this thread failed last.
     static FAILED: RefCell<Option<Error>> = const { RefCell::new(None) };
     /// While [`check`] looks: whether a call arrived.
@@ -274,14 +281,15 @@ fn sizes_of(function: *mut c_void) -> Box<[usize]> {
 /// # Safety
 /// As of the launch: `params`, if not null, has an address of each parameter of `function`.
 unsafe fn add_parameters(words: &mut Words, function: *mut c_void, params: *mut *mut c_void) {
-    PARAMETERS.with_borrow_mut(|(generation, known)| {
+    KERNELS.with_borrow_mut(|kernels| {
         let _bookkeeping = Bookkeeping::begin();
         let now = GENERATION.load(Ordering::Acquire);
-        if *generation != now {
-            known.clear();
-            *generation = now;
+        if kernels.generation != now {
+            kernels.sizes.clear();
+            kernels.generation = now;
         }
-        let sizes = known
+        let sizes = kernels
+            .sizes
             .entry(function.addr())
             .or_insert_with(|| sizes_of(function));
         for (index, &size) in sizes.iter().enumerate() {
