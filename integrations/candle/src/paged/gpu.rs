@@ -68,7 +68,7 @@ enum Phase {
     Empty,
     /// Weights are added; none was used.
     Loading(HostMemory),
-    Running(Running),
+    Running(Box<Running>),
     /// The image could not be closed.
     Failed(Error),
 }
@@ -172,7 +172,8 @@ impl Inner {
     }
 
     pub fn rest(&self) {
-        if let Phase::Running(Running { ahead, active, .. }) = &mut self.lock().phase {
+        if let Phase::Running(running) = &mut self.lock().phase {
+            let Running { ahead, active, .. } = &mut **running;
             std::mem::take(active)
                 .into_iter()
                 .for_each(|group| ahead.leave(group));
@@ -275,7 +276,7 @@ impl Inner {
         let running = self.start(&books.weights, image);
         match running {
             Ok(running) => {
-                books.phase = Phase::Running(running);
+                books.phase = Phase::Running(Box::new(running));
                 Ok(())
             }
             Err(error) => {
@@ -348,7 +349,7 @@ impl UseWatch for Inner {
             active,
             thread,
             ..
-        } = running;
+        } = &mut **running;
         let here = std::thread::current().id();
         if *thread != here {
             // Copies are in order with this thread's stream only.
