@@ -18,6 +18,9 @@ use memory_compiler::hook::cuda::{alloc_async, counts, free_async};
 use memory_compiler::trace::{Event, Trace};
 use memory_compiler::{Compiler, Options};
 
+// Without effect here, where cudarc loads the driver at run time: the functions behind it are called.
+memory_compiler::interpose_cuda!();
+
 #[derive(Clone, Copy)]
 enum Op {
     Alloc(usize, usize),

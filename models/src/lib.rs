@@ -14,10 +14,13 @@
 //! - [`schedule`], [`sampler`]: the noise schedule and the three ways down it.
 //! - [`run`]: one sampling run with classifier-free guidance; memory plugs in as a [`run::Stepper`],
 //!   and [`compiled`] is the one with a memory compiler behind it.
+//! - [`burn`]: both networks once more, in Burn.
 //! - [`digits`], [`training`]: the data and the loop that made the weights.
 //! - [`sheet`]: images as one PNG.
 
 pub mod attention;
+#[cfg(feature = "burn")]
+pub mod burn;
 pub mod compiled;
 pub mod conv;
 pub mod digits;

@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use memory_compiler::Bytes;
 use memory_compiler::pager::Pager;
 use memory_compiler_candle::Paged;
-use std::{collections::HashMap, path::Path};
+use std::{borrow::Cow, collections::HashMap, path::Path};
 
 /// Where weights come from.
 #[derive(Clone, Copy, Debug)]
@@ -89,18 +89,30 @@ pub fn load_paged(
 
 /// Reads the tensors of a safetensors file, all of them finite.
 pub fn read(kind: ModelKind, source: Source) -> Result<HashMap<String, Tensor>> {
-    let read;
-    let bytes = match source {
-        Source::Embedded => embedded(kind),
-        Source::Bytes(bytes) => bytes,
+    tensors(kind, source, &bytes(kind, source)?)
+}
+
+/// The bytes of a safetensors file.
+pub(crate) fn bytes<'a>(kind: ModelKind, source: Source<'a>) -> Result<Cow<'a, [u8]>> {
+    Ok(match source {
+        Source::Embedded => Cow::Borrowed(embedded(kind)),
+        Source::Bytes(bytes) => Cow::Borrowed(bytes),
         Source::File(path) => {
-            read = std::fs::read(path).map_err(|error| Error::Read {
+            let read = std::fs::read(path).map_err(|error| Error::Read {
                 path: path.to_path_buf(),
                 why: error.to_string(),
             })?;
-            &read
+            Cow::Owned(read)
         }
-    };
+    })
+}
+
+/// The tensors in those bytes, all of them finite.
+pub(crate) fn tensors(
+    kind: ModelKind,
+    source: Source,
+    bytes: &[u8],
+) -> Result<HashMap<String, Tensor>> {
     let tensors = candle_core::safetensors::load_buffer(bytes, &Device::Cpu).map_err(|error| {
         let why = format!("not a safetensors file ({})", first_line(&error));
         unfit(kind, source, why)
@@ -116,7 +128,7 @@ pub fn read(kind: ModelKind, source: Source) -> Result<HashMap<String, Tensor>> 
     Ok(tensors)
 }
 
-fn unfit(kind: ModelKind, source: Source, why: String) -> Error {
+pub(crate) fn unfit(kind: ModelKind, source: Source, why: String) -> Error {
     Error::Weights {
         origin: source.to_string(),
         model: kind.name(),

@@ -129,7 +129,7 @@ impl Cuda {
     /// # Errors
     /// [`Driver`](DeviceError::Driver).
     pub fn trim_driver_pool(&self) -> Result<(), DeviceError> {
-        let _current = self.enter(Call::Create)?;
+        let _current = self.enter(Call::TrimPool)?;
         if self.has_pools {
             self.gpu.trim_pool()
         } else {
@@ -337,11 +337,7 @@ unsafe impl Device for Cuda {
     }
 
     fn trim_pool(&self) -> Result<(), DeviceError> {
-        if !self.has_pools {
-            return Ok(());
-        }
-        let _current = self.enter(Call::TrimPool)?;
-        self.gpu.trim_pool()
+        self.trim_driver_pool()
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

@@ -10,12 +10,16 @@
 //!   begin / end / abort, survivors of the last step, trim                        (steps.rs)
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
-//!   the graph made afresh for either; windows that nothing uses               (rebuild.rs)
+//!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
 //! (`current`), the orphanage after the compiler was dropped. So it needs no lock. Frees that arrive
 //! elsewhere wait in [`Shared`] and are applied at its next call.
+//!
+//! Words of this layer: an engine's *home* is the thread and stream of its steps (`shared`); what passes
+//! between it and other threads is its *handover* (`handover`); a *slot* is an entry of the live table, one
+//! for each start of a buffer (`graph::live`).
 //!
 //! The hot path is `alloc` and `free` below: no lock, no map, no device call, no allocation.
 //!

@@ -25,9 +25,9 @@ use crate::placer::{Place, Space};
 
 pub(super) type Numbers = HashMap<u32, u32, MixBuild>;
 
-/// Windows of a space that nothing may use before they are worth taking away, however little is in use.
+/// Pages of a space that may be idle before they are worth taking away, however few are in use;
 const IDLE_PAGES: usize = 1_024;
-/// … and how many times as many as are in use.
+/// … and so many times as many as are in use.
 const IDLE_SHARE: usize = 3;
 
 impl Engine {

@@ -72,14 +72,14 @@ impl LiveTable {
     /// Where in the index the search for a start begins: Fibonacci hashing (Knuth, The Art of Computer
     /// Programming 3, 6.4), since starts are multiples of a page more often than not.
     #[inline]
-    fn home(&self, start: u32) -> usize {
+    fn first_try(&self, start: u32) -> usize {
         (start.wrapping_mul(0x9E37_79B1) >> self.shift) as usize
     }
 
     /// The slot of a unit, if a buffer ever started there.
     #[inline]
     pub fn find(&self, start: u32) -> Option<u32> {
-        let mut at = self.home(start);
+        let mut at = self.first_try(start);
         loop {
             match self.index[at] {
                 (_, NONE) => return None,
@@ -113,7 +113,7 @@ impl LiveTable {
     }
 
     fn enter(&mut self, start: u32, slot: u32) {
-        let mut at = self.home(start);
+        let mut at = self.first_try(start);
         while self.index[at].1 != NONE {
             at = (at + 1) & (self.index.len() - 1);
         }
@@ -212,7 +212,7 @@ impl LiveTable {
     #[inline]
     pub fn prefetch(&self, slot: u32, start: u32) {
         prefetch(&self.slots, slot as usize);
-        prefetch(&self.index, self.home(start));
+        prefetch(&self.index, self.first_try(start));
     }
 }
 

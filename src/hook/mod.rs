@@ -1,6 +1,6 @@
 //! Layer 6: where a framework's allocations arrive.
 //!
-//! May import: `current`, `pager`, `units`.
+//! May import: `compiler`, `current`, `pager`, `units`.
 
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -35,6 +35,7 @@ macro_rules! hold_to_the_contract {
             a_new_mapping_is_not_allowed_because_the_last_one_was,
             a_fence_is_waited_for_once,
             free_memory_is_no_more_than_all_of_it,
+            a_trimmed_pool_takes_nothing_that_is_alive,
         );
     };
     (@ $name:ident, $device:expr, $at_the_end:expr; $($rule:ident),+ $(,)?) => {
@@ -363,6 +364,16 @@ pub fn a_fence_is_waited_for_once(device: &dyn Device) {
     assert_invalid(Call::Wait, device.wait(two, fence));
     device.wait(one, other).unwrap();
     device.synchronise().unwrap();
+}
+
+pub fn a_trimmed_pool_takes_nothing_that_is_alive(device: &dyn Device) {
+    let row = Row::new(device, 2, 2);
+    device.fill(row.at(0), times(row.granule, 2), 9).unwrap();
+    device.synchronise().unwrap();
+    device.trim_pool().unwrap();
+    assert_eq!(read(device, row.at(1), 2), [9, 9]);
+    row.give_back(2);
+    device.trim_pool().unwrap();
 }
 
 pub fn free_memory_is_no_more_than_all_of_it(device: &dyn Device) {

@@ -43,7 +43,7 @@ pub enum Expect {
 
 /// What a live buffer is to the running step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Home {
+pub enum Part {
     InState,
     /// Made by an earlier step, before its position was known to survive.
     Obstacle,
@@ -53,7 +53,7 @@ pub enum Home {
 #[derive(Clone, Debug)]
 pub struct Buffer {
     pub class: u64,
-    pub home: Home,
+    pub part: Part,
     pub step: u64,
     pub position: Position,
 }
@@ -105,7 +105,7 @@ impl Model {
     /// The live placements of the step.
     pub fn state(&self) -> BTreeSet<Placement> {
         let live = self.live.iter();
-        let in_state = live.filter(|(_, buffer)| buffer.home == Home::InState);
+        let in_state = live.filter(|(_, buffer)| buffer.part == Part::InState);
         in_state.map(|(&at, buffer)| (at, buffer.class)).collect()
     }
 
@@ -130,7 +130,7 @@ impl Model {
     /// Does a buffer of an earlier step own a byte of this placement?
     fn obstructed(&self, address: u64, class: u64) -> bool {
         let mut owners = self.memory.owners_in(address, class).into_iter();
-        owners.any(|owner| self.live[&owner].home == Home::Obstacle)
+        owners.any(|owner| self.live[&owner].part == Part::Obstacle)
     }
 
     fn pin(&mut self) {
@@ -206,17 +206,17 @@ impl Model {
         self.memory.own(address, class);
         let scope = self.scopes.last_mut().expect("a step is active");
         scope.counts.insert(class, position.2 + 1);
-        let home = if expect == Expect::Survivor {
-            Home::SurvivorRegion
+        let part = if expect == Expect::Survivor {
+            Part::SurvivorRegion
         } else {
-            Home::InState
+            Part::InState
         };
         let step = self.stats.steps;
         self.live.insert(
             address,
             Buffer {
                 class,
-                home,
+                part,
                 step,
                 position,
             },
@@ -224,7 +224,7 @@ impl Model {
         if expect == Expect::Survivor || expect == Expect::Recorded {
             // The frames of the survivor region appear in no edge.
             for (&address, buffer) in &self.live {
-                if buffer.home == Home::SurvivorRegion {
+                if buffer.part == Part::SurvivorRegion {
                     self.memory.is_apart(address, buffer.class);
                 }
             }
@@ -259,7 +259,7 @@ impl Model {
 
     pub fn begin(&mut self, name: &str) {
         for buffer in self.live.values_mut() {
-            if buffer.home == Home::InState
+            if buffer.part == Part::InState
                 && !self.aborted
                 && self.marked.insert(buffer.position.clone())
             {
@@ -267,8 +267,8 @@ impl Model {
                 let name = buffer.position.0.split('/').next();
                 self.finished.remove(name.unwrap_or_default());
             }
-            if buffer.home == Home::InState {
-                buffer.home = Home::Obstacle;
+            if buffer.part == Part::InState {
+                buffer.part = Part::Obstacle;
             }
         }
         self.stats.steps += 1;

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use memory_compiler::device::{Device, StreamId};
+use memory_compiler::device::{Call, Device, StreamId};
 use memory_compiler::{
     Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Pause, Scope,
     Snapshot, Stats, Step, StepReport,
@@ -295,9 +295,14 @@ impl Run<'_> {
     /// The same; an error of the device or of the budget is handed on, and must have changed nothing.
     pub fn try_alloc(&mut self, size: u64) -> Result<(Expect, Option<u64>), Error> {
         let expect = self.book.model.predict(size);
-        let calls = self.book.counting.memory_calls();
+        let books = self.book.counting.books();
+        let (calls, releases) = (books.memory_calls(), books.calls(Call::Release));
         let result = self.step.alloc(Bytes(size));
         self.book.queued = false;
+        if !matches!(expect, Expect::Replayed(_)) {
+            // A device that was full for a moment was given idle memory back.
+            self.book.trimmed |= self.book.counting.calls(Call::Release) > releases;
+        }
         let address = match (expect, result) {
             (Expect::Elsewhere, Ok(Allocation::Elsewhere)) => None,
             (Expect::Refused, Err(error)) => {

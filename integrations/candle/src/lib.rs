@@ -38,7 +38,6 @@ pub use paged::{Paged, PagedStats};
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
-use memory_compiler::device::Host;
 use memory_compiler::pager::Pager;
 use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
@@ -100,7 +99,6 @@ pub fn compiler(device: &Device) -> Result<Memory> {
 /// messages are the lines to add), `Option` for an option that cannot
 /// work, `Device` when the system refuses. A device other than the CPU is refused in words.
 pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
-    check_hook(device)?;
     let memory = open(device, options)?;
     let compiler = Compiler::new(memory, core_options(options, options.budget)).map_err(wrap)?;
     Memory::new(device, compiler)
@@ -112,7 +110,6 @@ pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
 /// # Errors
 /// As [`compiler_with`].
 pub fn pager(device: &Device, options: &Options, weights: Option<Bytes>) -> Result<Pager> {
-    check_hook(device)?;
     Pager::with_limit(open(device, options)?, options.budget, weights).map_err(wrap)
 }
 
@@ -122,9 +119,29 @@ pub fn pager(device: &Device, options: &Options, weights: Option<Bytes>) -> Resu
 /// # Errors
 /// As [`compiler_with`]; the pager must be one for this device.
 pub fn compiler_sharing(device: &Device, options: &Options, pager: &Pager) -> Result<Memory> {
-    check_hook(device)?;
+    check_pager(pager, device)?;
     let compiler = Compiler::with_pager(pager, core_options(options, None)).map_err(wrap)?;
     Memory::new(device, compiler)
+}
+
+/// Whether a pager manages the memory under a device.
+fn check_pager(pager: &Pager, device: &Device) -> Result<()> {
+    let memory = pager.device();
+    let is_same = match device {
+        Device::Cpu => memory.is_host_memory(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => memory.gpu().is_some_and(|gpu| {
+            gpu.context == device.cuda_stream().context().cu_ctx().addr() as u64
+        }),
+        _ => false,
+    };
+    if !is_same {
+        candle_core::bail!(
+            "the pager is one of another device than {:?}",
+            device.location()
+        );
+    }
+    Ok(())
 }
 
 fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Options {
@@ -138,12 +155,12 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
     }
 }
 
-fn check_hook(device: &Device) -> Result<()> {
+/// The memory under a device of Candle's, where the hook for it is part of the program.
+fn open(device: &Device, options: &Options) -> Result<Arc<dyn memory_compiler::device::Device>> {
     match device {
-        Device::Cpu if hook::host::is_installed() => Ok(()),
-        Device::Cpu => Err(wrap(Error::HookMissing)),
+        Device::Cpu => Ok(hook::host::device(options.granule).map_err(wrap)?),
         #[cfg(feature = "cuda")]
-        Device::Cuda(_) => hook::cuda::check().map_err(wrap),
+        Device::Cuda(device) => Ok(hook::cuda::device(cuda::ordinal(device)).map_err(wrap)?),
         _ => candle_core::bail!(
             "this build of memory-compiler-candle serves Device::Cpu{}, not {:?}",
             if cfg!(feature = "cuda") {
@@ -153,23 +170,6 @@ fn check_hook(device: &Device) -> Result<()> {
             },
             device.location()
         ),
-    }
-}
-
-/// The memory under a device of Candle's.
-fn open(device: &Device, options: &Options) -> Result<Arc<dyn memory_compiler::device::Device>> {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => cuda::open(device),
-        _ => {
-            let host = Host::new(options.granule).map_err(|source| {
-                wrap(Error::Option {
-                    option: "granule",
-                    reason: format!("{}: {source}", options.granule),
-                })
-            })?;
-            Ok(Arc::new(host))
-        }
     }
 }
 

@@ -18,7 +18,7 @@ use memory_compiler_models::{
     weights::{self, Source, load_on, load_paged},
 };
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -39,6 +39,9 @@ struct Arguments {
     /// The network.
     #[arg(long, value_enum, default_value = "unet")]
     model: ModelKind,
+    /// What computes the network; noise, guidance and samplers are the same for both.
+    #[arg(long, value_enum, default_value = "candle")]
+    framework: Framework,
     /// The way from noise to an image.
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
@@ -117,6 +120,35 @@ impl Memory {
             ..defaults
         }
     }
+
+    #[cfg(feature = "burn")]
+    fn burn_options(&self) -> memory_compiler_burn::Options {
+        let Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+            compile_after,
+        } = self.options();
+        memory_compiler_burn::Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+            compile_after,
+            ..memory_compiler_burn::Options::default()
+        }
+    }
+}
+
+/// What computes the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Framework {
+    Candle,
+    #[cfg(feature = "burn")]
+    Burn,
 }
 
 /// Where to compute.
@@ -127,6 +159,15 @@ enum Place {
 }
 
 impl Place {
+    /// The number of the GPU; `None` for the CPU.
+    #[cfg(feature = "burn")]
+    fn number(self) -> Option<usize> {
+        match self {
+            Self::Cpu => None,
+            Self::Cuda(number) => Some(number),
+        }
+    }
+
     fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -184,6 +225,10 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
+    #[cfg(feature = "burn")]
+    if arguments.framework == Framework::Burn {
+        return draw_with_burn(arguments, &job, source);
+    }
     let device = arguments.device.open()?;
     let options = arguments.memory.options(&device);
     let pager = match arguments.memory.weight_budget {
@@ -227,13 +272,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
         }
         (false, _) => None,
     };
-    sheet::write(&images, columns, &arguments.out)?;
-    println!(
-        "{} images in {:.2} s: {}",
-        images.dim(0)?,
-        time.as_secs_f64(),
-        arguments.out.display()
-    );
+    write(&images, columns, &arguments.out, time)?;
     if let Some(compiled) = &mut compiled {
         println!("{}", compiled.stats());
     }
@@ -242,6 +281,56 @@ fn draw(arguments: &Arguments) -> Result<()> {
     }
     match plain {
         Some((plain, plain_time, _)) => compare(&images, time, &plain, plain_time),
+        None => Ok(()),
+    }
+}
+
+fn write(images: &Tensor, columns: usize, out: &Path, time: Duration) -> Result<()> {
+    sheet::write(images, columns, out)?;
+    println!(
+        "{} images in {:.2} s: {}",
+        images.dim(0)?,
+        time.as_secs_f64(),
+        out.display()
+    );
+    Ok(())
+}
+
+/// The same with the network in Burn.
+#[cfg(feature = "burn")]
+fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Result<()> {
+    use memory_compiler_models::burn::{Session, device};
+    use memory_compiler_models::run::sample_from;
+
+    let memory = &arguments.memory;
+    if memory.weight_budget.is_some() {
+        let why = "--weight-budget pages weights of Candle's; leave it out with --framework burn";
+        return Err(Error::Setting(why.into()));
+    }
+    let device = device(arguments.device.number())?;
+    let options = (!memory.no_compile).then(|| memory.burn_options());
+    let mut session = Session::load(arguments.model, source, &device, options.as_ref())?;
+    sheet::check_writable(&arguments.out)?;
+    let title = match memory.no_compile {
+        true => "plain memory",
+        false => "compiled memory",
+    };
+    let draw = |progress: &mut dyn FnMut()| sample_from(&mut session, job, progress);
+    let (images, time) = watch(job, title, draw)?;
+    let plain = match memory.compare {
+        true => {
+            let mut plain = Session::load(arguments.model, source, &device, None)?;
+            let draw = |progress: &mut dyn FnMut()| sample_from(&mut plain, job, progress);
+            Some(watch(job, "plain memory", draw)?)
+        }
+        false => None,
+    };
+    write(&images, job.classes.len(), &arguments.out, time)?;
+    if let Some(stats) = session.stats() {
+        println!("{stats}");
+    }
+    match plain {
+        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
         None => Ok(()),
     }
 }
@@ -283,25 +372,39 @@ impl<S: Stepper> Stepper for Counted<'_, S> {
     }
 }
 
-/// Draws the images with a progress bar; says how long it took and how many calls of the model.
+/// Draws the images of a network of Candle's; says how long it took and how many calls of the model.
 fn run(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
     title: &'static str,
 ) -> Result<(Tensor, Duration, u64)> {
+    let mut stepper = Counted { stepper, calls: 0 };
+    let draw = |progress: &mut dyn FnMut()| {
+        let images = sample(model, job, &mut stepper, progress)?;
+        model.device().synchronize()?;
+        Ok(images)
+    };
+    let (images, time) = watch(job, title, draw)?;
+    Ok((images, time, stepper.calls))
+}
+
+/// Draws with a progress bar; says how long it took.
+fn watch(
+    job: &Job,
+    title: &'static str,
+    draw: impl FnOnce(&mut dyn FnMut()) -> Result<Tensor>,
+) -> Result<(Tensor, Duration)> {
     let bar = ProgressBar::new(job.steps as u64).with_message(title);
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
     {
         bar.set_style(style);
     }
     let started = Instant::now();
-    let mut stepper = Counted { stepper, calls: 0 };
-    let images = sample(model, job, &mut stepper, || bar.inc(1));
-    model.device().synchronize()?;
+    let images = draw(&mut || bar.inc(1));
     let time = started.elapsed();
     bar.finish_and_clear();
-    Ok((images?, time, stepper.calls))
+    Ok((images?, time))
 }
 
 /// Says whether both runs drew the same, bit for bit; an error when they did not.

@@ -48,6 +48,8 @@ pub struct Failing<D> {
 pub enum Repeat {
     /// The n-th call fails; the ones after it pass.
     Once,
+    /// The n-th call fails, and those after it, so many in all.
+    Times(u64),
     /// The n-th call fails, and all after it.
     Always,
 }
@@ -163,6 +165,7 @@ impl Plan {
             .as_ref()
             .filter(|failure| match failure.repeat {
                 Repeat::Once => turn == failure.n,
+                Repeat::Times(times) => turn >= failure.n && turn - failure.n < times,
                 Repeat::Always => turn >= failure.n,
             })?;
         self.failures += 1;

@@ -113,6 +113,7 @@ impl Paged {
     }
 
     fn new(pager: &Pager, device: &Device, files: Files, dtype: DType) -> Result<Self> {
+        crate::check_pager(pager, device)?;
         match device {
             Device::Cpu => Ok(Self(Kind::Cpu(cpu::Inner::new(pager, files, dtype)?))),
             #[cfg(feature = "cuda")]
@@ -142,6 +143,7 @@ impl Paged {
         source: VarBuilder<'static>,
         capacity: Bytes,
     ) -> Result<Self> {
+        crate::check_pager(pager, device)?;
         let inner = gpu::Inner::new(pager, device, source, capacity)?;
         Ok(Self(Kind::Gpu(inner)))
     }
