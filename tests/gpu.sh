@@ -39,7 +39,7 @@ build() {
   # Together, so that Candle's kernels are compiled once.
   local candle=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
-  collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
+  collect candle- "${candle[@]}" --test cuda --test paged_cuda --test cuda_without_the_line
   cargo build "${candle[@]}" --bin zoo --bin diffuse
   for name in zoo diffuse; do
     cp "${CARGO_TARGET_DIR:-target}/release/$name" "$dir/$name"; strip "$dir/$name"
@@ -53,6 +53,15 @@ for line in sys.stdin:
         print(message["executable"])' | while read -r path; do
       cp "$path" "$dir/bench-gpu"; strip "$dir/bench-gpu"
     done
+  # Burn, in builds of its own: Candle's way of linking the driver and cubecl's do not go together. Without a
+  # network: DOCS_RS=1, BURN="--features cubecl/cuda-cpp", and stubs of LLVM's symbols in RUSTFLAGS.
+  local burn=(--release -p memory-compiler-burn -p memory-compiler-models ${BURN:-}
+    --features memory-compiler-burn/cuda,memory-compiler-models/burn-cuda,burn/autotune)
+  collect burn- "${burn[@]}" --test cuda --test cuda_too_late
+  cargo build "${burn[@]}" --bin burn-zoo
+  cp "${CARGO_TARGET_DIR:-target}/release/burn-zoo" "$dir/zoo-burn"; strip "$dir/zoo-burn"
+  cargo build "${burn[@]},burn/fusion" --bin burn-zoo
+  cp "${CARGO_TARGET_DIR:-target}/release/burn-zoo" "$dir/zoo-burn-default"; strip "$dir/zoo-burn-default"
   # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
   local linked=${CARGO_TARGET_DIR:-target}/linked profile
   for profile in dev release thin fat; do
@@ -83,7 +92,9 @@ try() {
 
 tests() {
   for binary in "$dir"/core-{device,hook,robust}_cuda; do try "${binary##*/}" "$binary"; done
-  for binary in "$dir"/candle-*; do try "${binary##*/}" "$binary" --test-threads=1 --nocapture; done
+  for binary in "$dir"/candle-* "$dir"/burn-*; do
+    [ ! -e "$binary" ] || try "${binary##*/}" "$binary" --test-threads=1 --nocapture
+  done
   for binary in "$dir"/linked-*; do
     [ ! -e "$binary" ] || try "${binary##*/}" "$binary"
   done
@@ -120,7 +131,7 @@ memcheck() {
 
 # model size batch steps rounds: the table of the issue. With several GPUs only the first is shown.
 zoo() {
-  local table=$logs/zoo.txt bare=; : >"$table"
+  local table=$logs/zoo.txt bare= state code; : >"$table"
   while read -r model size batch steps rounds; do
     local began=$SECONDS state=ok code
     CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo" --compare --model "$model" --size "$size" \
@@ -138,6 +149,12 @@ sd3 1024 2 3 2
 sd35 1024 2 3 2
 flux 1024 1 3 2
 z-image 1024 1 3 2}"
+  if [ -e "$dir/zoo-burn" ]; then
+    CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo-burn" --beside "$dir/zoo-burn-default" \
+      >>"$table" 2>&1; code=$?
+    [ $code = 0 ] && state=ok || state=FAILED
+    row "zoo of Burn" $state 0 "code $code"
+  fi
   cat "$table"
 }
 

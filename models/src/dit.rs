@@ -20,25 +20,25 @@ use candle_core::{D, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// Height and width of a patch, in pixels.
-const PATCH: usize = 4;
+pub(crate) const PATCH: usize = 4;
 
 /// Patches along one side of the image.
-const GRID: usize = IMAGE_SIDE / PATCH;
+pub(crate) const GRID: usize = IMAGE_SIDE / PATCH;
 
 /// Numbers in a token.
-const WIDTH: usize = 96;
+pub(crate) const WIDTH: usize = 96;
 
 /// Attention heads in a block.
-const HEADS: usize = 4;
+pub(crate) const HEADS: usize = 4;
 
 /// Blocks.
-const DEPTH: usize = 5;
+pub(crate) const DEPTH: usize = 5;
 
 /// Channels of the convolutions at the end.
-const SMOOTH: usize = 16;
+pub(crate) const SMOOTH: usize = 16;
 
 /// Width of the MLP's middle, in tokens' widths.
-const MLP_RATIO: usize = 3;
+pub(crate) const MLP_RATIO: usize = 3;
 
 /// The network. Build it over loaded weights, or over a `VarMap` to train it.
 #[derive(Clone, Debug)]
@@ -204,17 +204,22 @@ fn unpatchify(tokens: &Tensor) -> Result<Tensor> {
         .reshape((batch, 1, IMAGE_SIDE, IMAGE_SIDE))
 }
 
-/// Where a token lies: a quarter of its numbers each for the sine and cosine of its row and column.
 fn grid_positions(device: &Device) -> Result<Tensor> {
-    let quarter = WIDTH / 4;
-    let mut values = Vec::with_capacity(GRID * GRID * WIDTH);
-    for token in 0..GRID * GRID {
-        for place in [token / GRID, token % GRID] {
+    Tensor::from_vec(grid_waves(GRID, WIDTH), (1, GRID * GRID, WIDTH), device)
+}
+
+/// Where the tokens of a square grid lie: a quarter of a token's numbers each for the sine and cosine of
+/// its row and column.
+pub(crate) fn grid_waves(grid: usize, width: usize) -> Vec<f32> {
+    let quarter = width / 4;
+    let mut values = Vec::with_capacity(grid * grid * width);
+    for token in 0..grid * grid {
+        for place in [token / grid, token % grid] {
             let angles = (0..quarter)
                 .map(|i| place as f64 * (-(10_000f64.ln()) * i as f64 / quarter as f64).exp());
             values.extend(angles.clone().map(|angle| angle.sin() as f32));
             values.extend(angles.map(|angle| angle.cos() as f32));
         }
     }
-    Tensor::from_vec(values, (1, GRID * GRID, WIDTH), device)
+    values
 }

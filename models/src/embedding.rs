@@ -5,7 +5,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{Embedding, VarBuilder, embedding};
 
 /// Waves in the time embedding.
-const WAVES: usize = 64;
+pub(crate) const WAVES: usize = 64;
 
 /// Time 0..1 is stretched to this, the scale at which the usual frequencies tell steps apart.
 const TIME_SCALE: f64 = 1000.0;
@@ -42,14 +42,18 @@ impl Conditioning {
 /// Sines and cosines of each value at geometrically spaced frequencies: `(batch)` to
 /// `(batch, waves)` (Vaswani et al. 2017, <https://arxiv.org/abs/1706.03762>).
 pub fn sinusoids(values: &Tensor, waves: usize) -> Result<Tensor> {
-    let half = waves / 2;
-    let frequencies: Vec<f32> = (0..half)
-        .map(|i| (TIME_SCALE * (-(10_000f64.ln()) * i as f64 / half as f64).exp()) as f32)
-        .collect();
-    let frequencies = Tensor::from_vec(frequencies, (1, half), values.device())?;
+    let frequencies = Tensor::from_vec(frequencies(waves), (1, waves / 2), values.device())?;
     let angles = values
         .to_dtype(DType::F32)?
         .unsqueeze(1)?
         .broadcast_mul(&frequencies)?;
     Tensor::cat(&[angles.sin()?, angles.cos()?], 1)
+}
+
+/// Half as many frequencies as waves.
+pub(crate) fn frequencies(waves: usize) -> Vec<f32> {
+    let half = waves / 2;
+    (0..half)
+        .map(|i| (TIME_SCALE * (-(10_000f64.ln()) * i as f64 / half as f64).exp()) as f32)
+        .collect()
 }

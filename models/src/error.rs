@@ -34,6 +34,10 @@ pub enum Error {
     /// A setting that makes no sense.
     #[error("{0}")]
     Setting(String),
+    /// The memory of a network in Burn failed.
+    #[cfg(feature = "burn")]
+    #[error(transparent)]
+    Memory(#[from] memory_compiler_burn::Error),
     /// A tensor operation failed.
     #[error("{}", first_line(.0))]
     Tensor(#[from] candle_core::Error),

@@ -72,6 +72,9 @@ pub struct GroupNorm {
 /// Channels that share a mean and a variance.
 pub const GROUP: usize = 8;
 
+/// Added to a variance before its root is taken.
+pub(crate) const EPSILON: f64 = 1e-6;
+
 impl GroupNorm {
     /// A norm over `channels`, a multiple of [`GROUP`].
     pub fn new(channels: usize, vb: VarBuilder) -> Result<Self> {
@@ -108,7 +111,7 @@ pub fn normalise_groups(x: &Tensor) -> Result<Tensor> {
 pub fn normalise_last(x: &Tensor) -> Result<Tensor> {
     let last = x.rank() - 1;
     let centred = x.broadcast_sub(&x.mean_keepdim(last)?)?;
-    let deviation = (centred.sqr()?.mean_keepdim(last)? + 1e-6)?.sqrt()?;
+    let deviation = (centred.sqr()?.mean_keepdim(last)? + EPSILON)?.sqrt()?;
     centred.broadcast_div(&deviation)
 }
 

@@ -14,10 +14,13 @@
 //! - [`schedule`], [`sampler`]: the noise schedule and the three ways down it.
 //! - [`run`]: one sampling run with classifier-free guidance; memory plugs in as a [`run::Stepper`],
 //!   and [`compiled`] is the one with a memory compiler behind it.
+//! - [`burn`]: both networks once more, in Burn.
 //! - [`digits`], [`training`]: the data and the loop that made the weights.
 //! - [`sheet`]: images as one PNG.
 
 pub mod attention;
+#[cfg(feature = "burn")]
+pub mod burn;
 pub mod compiled;
 pub mod conv;
 pub mod digits;
@@ -87,5 +90,21 @@ impl ModelKind {
             Self::Unet => Box::new(unet::UNet::new(vb)?),
             Self::Dit => Box::new(dit::Dit::new(vb)?),
         })
+    }
+}
+
+/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
+pub fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let unit = match text[digits.len()..].trim() {
+        "" | "B" => 1,
+        "K" | "KiB" => 1 << 10,
+        "M" | "MiB" => 1 << 20,
+        "G" | "GiB" => 1 << 30,
+        _ => 0u64,
+    };
+    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     Denoiser, Error, IMAGE_SIDE, NO_CLASS, Result, rng,
     sampler::{Method, Sampler},
 };
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 
 /// Runs the model's calls.
 pub trait Stepper {
@@ -37,6 +37,44 @@ impl Stepper for Plain {
         f: impl FnOnce() -> candle_core::Result<T>,
     ) -> candle_core::Result<T> {
         f()
+    }
+}
+
+/// What answers for the network: the network, with whatever memory it runs on.
+pub trait Predictor {
+    /// Where the tensors that it is given must be.
+    fn device(&self) -> &Device;
+
+    /// Predicts `v` in one repetition of the step `step`; see [`Denoiser::forward`].
+    fn predict(
+        &mut self,
+        step: &str,
+        latents: &Tensor,
+        timestep: &Tensor,
+        class: &Tensor,
+    ) -> Result<Tensor>;
+}
+
+/// A network of Candle's whose calls go through a stepper.
+struct Stepped<'s, S> {
+    model: &'s dyn Denoiser,
+    stepper: &'s mut S,
+}
+
+impl<S: Stepper> Predictor for Stepped<'_, S> {
+    fn device(&self) -> &Device {
+        self.model.device()
+    }
+
+    fn predict(
+        &mut self,
+        step: &str,
+        latents: &Tensor,
+        timestep: &Tensor,
+        class: &Tensor,
+    ) -> Result<Tensor> {
+        let forward = || self.model.forward(latents, timestep, class);
+        Ok(self.stepper.step(step, forward)?)
     }
 }
 
@@ -115,11 +153,20 @@ pub fn sample(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
+    progress: impl FnMut(),
+) -> Result<Tensor> {
+    sample_from(&mut Stepped { model, stepper }, job, progress)
+}
+
+/// The same for any network.
+pub fn sample_from(
+    network: &mut impl Predictor,
+    job: &Job,
     mut progress: impl FnMut(),
 ) -> Result<Tensor> {
     job.check()?;
     let count = job.samples * job.classes.len();
-    let device = model.device();
+    let device = &network.device().clone();
     let class = Tensor::from_vec(job.classes.repeat(job.samples), count, device)?;
     let no_class = Tensor::full(NO_CLASS, count, device)?;
     let both_classes = Tensor::cat(&[&class, &no_class], 0)?;
@@ -130,18 +177,15 @@ pub fn sample(
         let times = |count: usize| Tensor::full(t as f32, count, device);
         let prediction = if !job.is_guided(index) {
             let timestep = times(count)?;
-            stepper.step("cond", || model.forward(&latents, &timestep, &class))?
+            network.predict("cond", &latents, &timestep, &class)?
         } else if job.mode == GuidanceMode::FlipFlop {
             let timestep = times(count)?;
-            let cond = stepper.step("cond", || model.forward(&latents, &timestep, &class))?;
-            let uncond =
-                stepper.step("uncond", || model.forward(&latents, &timestep, &no_class))?;
+            let cond = network.predict("cond", &latents, &timestep, &class)?;
+            let uncond = network.predict("uncond", &latents, &timestep, &no_class)?;
             guide(&cond, &uncond, job.guidance)?
         } else {
             let (twice, timestep) = (Tensor::cat(&[&latents, &latents], 0)?, times(2 * count)?);
-            let both = stepper.step("batched", || {
-                model.forward(&twice, &timestep, &both_classes)
-            })?;
+            let both = network.predict("batched", &twice, &timestep, &both_classes)?;
             let (cond, uncond) = (both.narrow(0, 0, count)?, both.narrow(0, count, count)?);
             guide(&cond, &uncond, job.guidance)?
         };

@@ -22,13 +22,13 @@ use candle_core::{D, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 /// Channels at 28×28, 14×14 and 7×7.
-const CHANNELS: [usize; 3] = [24, 48, 80];
+pub(crate) const CHANNELS: [usize; 3] = [24, 48, 80];
 
 /// Attention heads at each level; none at 28×28.
-const HEADS: [usize; 3] = [0, 1, 2];
+pub(crate) const HEADS: [usize; 3] = [0, 1, 2];
 
 /// Width of the conditioning vector.
-const CONDITION: usize = 96;
+pub(crate) const CONDITION: usize = 96;
 
 /// The network. Build it over loaded weights, or over a `VarMap` to train it.
 #[derive(Clone, Debug)]

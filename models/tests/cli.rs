@@ -232,3 +232,25 @@ fn help_and_version_are_no_errors() {
         assert!(!output.stdout.is_empty());
     }
 }
+
+#[cfg(feature = "burn")]
+#[test]
+fn burn_draws_the_same_sheet_on_compiled_and_on_plain_memory() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let arguments = ["--framework", "burn", "--model", "dit", "--steps", "4"];
+    let more = ["--class", "3", "--compare", "--out", text(&out)];
+    let output = diffuse(&[&arguments[..], &more[..]].concat());
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{stdout}");
+    assert!(stdout.contains("images are bit-identical"), "{stdout}");
+    assert!(
+        stdout.contains("cond") && stdout.contains("uncond"),
+        "{stdout}"
+    );
+    assert!(out.exists());
+    assert_refused(
+        &["--framework", "burn", "--weight-budget", "1MiB"],
+        "--weight-budget",
+    );
+}

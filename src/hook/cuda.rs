@@ -17,6 +17,10 @@
 //!
 //! [`check`] proves that the line is there and has its effect.
 //!
+//! A framework that loads the driver at run time does not ask the linker. There, whoever integrates it
+//! patches the exported calls so that they jump to the four functions here, and says with [`pass_on_to`] how the
+//! originals are reached; all else is the same, `check` included.
+//!
 //! Rules:
 //! - whose allocation it is: the thread has a step, the step serves that stream, and, where the handle
 //!   alone cannot tell the device (0, 1 and 2 name a stream of the *current* context) and the driver
@@ -38,20 +42,22 @@
 //! end. A step that is replayed makes no call that a capture forbids; pin the layout
 //! ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) for as long as the graph is launched.
 //!
-//! May import: `bookkeeping`, `current`, `device`, `error`, `units`.
+//! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ptr;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 
 use crate::bookkeeping::Bookkeeping;
+use crate::compiler::Compiler;
 use crate::current;
-use crate::device::{Cuda, DeviceError, StreamId};
+use crate::device::{Call, Cuda, DeviceError, StreamId};
 use crate::error::{BadFree, Error};
+use crate::options::Options;
 use crate::units::{Address, Bytes};
 
 /// Puts the memory compiler between this program and the NVIDIA driver's allocation calls. Goes into
@@ -131,18 +137,35 @@ pub fn counts() -> Counts {
     }
 }
 
-type AllocAsync = unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> Code;
-type FreeAsync = unsafe extern "C" fn(u64, *mut c_void) -> Code;
-type Alloc = unsafe extern "C" fn(*mut u64, usize) -> Code;
-type Free = unsafe extern "C" fn(u64) -> Code;
+/// The type of `cuMemAllocAsync`.
+pub type AllocAsync = unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> Code;
+/// The type of `cuMemFreeAsync`.
+pub type FreeAsync = unsafe extern "C" fn(u64, *mut c_void) -> Code;
+/// The type of `cuMemAlloc_v2`.
+pub type Alloc = unsafe extern "C" fn(*mut u64, usize) -> Code;
+/// The type of `cuMemFree_v2`.
+pub type Free = unsafe extern "C" fn(u64) -> Code;
 
-/// The driver's own calls; `None` for one that it does not have.
-#[derive(Debug, Default)]
-struct Driver {
-    alloc_async: Option<AllocAsync>,
-    free_async: Option<FreeAsync>,
-    alloc: Option<Alloc>,
-    free: Option<Free>,
+/// The driver's allocation calls; `None` for one that it does not have.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Driver {
+    /// `cuMemAllocAsync`.
+    pub alloc_async: Option<AllocAsync>,
+    /// `cuMemFreeAsync`.
+    pub free_async: Option<FreeAsync>,
+    /// `cuMemAlloc_v2`.
+    pub alloc: Option<Alloc>,
+    /// `cuMemFree_v2`.
+    pub free: Option<Free>,
+}
+
+impl Driver {
+    /// The calls as the driver's library exports them; none where there is no driver.
+    #[must_use]
+    pub fn exported() -> Self {
+        let _bookkeeping = Bookkeeping::begin();
+        load()
+    }
 }
 
 #[cfg(unix)]
@@ -177,17 +200,41 @@ fn load() -> Driver {
     Driver::default()
 }
 
+/// Where what no step claims goes.
+static DRIVER: OnceLock<Driver> = OnceLock::new();
+
 fn driver() -> &'static Driver {
-    static DRIVER: OnceLock<Driver> = OnceLock::new();
-    DRIVER.get_or_init(|| {
-        let _bookkeeping = Bookkeeping::begin();
-        load()
-    })
+    DRIVER.get_or_init(Driver::exported)
+}
+
+/// From now on, what no step claims goes to `upstream`: for a program that patches the driver's exported
+/// calls so that they arrive here, and would meet its own patch again.
+///
+/// # Safety
+/// Each does what the driver's call of its name does, for as long as the program runs.
+///
+/// # Errors
+/// When calls were passed on, or looked for, before: `upstream` then changes nothing.
+pub unsafe fn pass_on_to(upstream: Driver) -> Result<(), Driver> {
+    DRIVER.set(upstream)
 }
 
 thread_local! {
     /// While [`check`] looks: which of the four calls arrived, one bit each.
     static PROBE: Cell<Option<u8>> = const { Cell::new(None) };
+}
+
+thread_local! {
+    /// The stream of the last stream-ordered allocation that this thread passed on, by its handle.
+    static LAST_STREAM: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Runs `f`, and says on which stream it allocated last, if no step served that: a framework that keeps its
+/// streams to itself tells by it which one a compiler is to serve.
+pub fn stream_of<T>(f: impl FnOnce() -> T) -> (T, Option<StreamId>) {
+    LAST_STREAM.set(None);
+    let result = f();
+    (result, LAST_STREAM.take().map(StreamId))
 }
 
 const PROBE_ALLOC_ASYNC: u8 = 1;
@@ -270,6 +317,7 @@ pub unsafe fn alloc_async(at: *mut u64, size: usize, stream: *mut c_void) -> Cod
             let Some(call) = driver().alloc_async else {
                 return NOT_INITIALIZED;
             };
+            LAST_STREAM.set(Some(stream.addr() as u64));
             // SAFETY: the caller keeps the contract of the driver's call.
             unsafe { call(at, size, stream) }
         },
@@ -374,7 +422,8 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
         if current::free_replayed(on, address) {
             return SUCCESS;
         }
-        if let Some(code) = code_of(current::free_on(on, address)) {
+        let freed = code_of(current::free_on(on, address));
+        if let Some(code) = freed.or_else(|| weight_freed(address)) {
             return code;
         }
     }
@@ -398,7 +447,8 @@ pub unsafe fn free(at: u64) -> Code {
     }
     let address = Address(at);
     if current::may_own(address)
-        && let Some(code) = code_of(current::free_synchronous(address))
+        && let Some(code) =
+            code_of(current::free_synchronous(address)).or_else(|| weight_freed(address))
     {
         return code;
     }
@@ -408,6 +458,12 @@ pub unsafe fn free(at: u64) -> Code {
     };
     // SAFETY: the address is no compiler's, so the driver's; the caller keeps the rest.
     unsafe { call(at) }
+}
+
+/// What a free of a paged weight returns; `None` when it is none.
+#[cold]
+fn weight_freed(address: Address) -> Option<Code> {
+    super::weights::take_back(address).then_some(SUCCESS)
 }
 
 /// What a free returns; `None` when no compiler owns the address.
@@ -425,4 +481,29 @@ fn code_of(freed: Result<(), Error>) -> Option<Code> {
         }) => Some(code.cast_unsigned()),
         Err(_) => Some(INVALID_VALUE),
     }
+}
+
+/// The memory of the GPU number `ordinal`, for a program whose allocation calls arrive at this hook.
+///
+/// # Errors
+/// [`Error::CudaHookMissing`], whose text is the line to add, when they do not; [`Error::Device`] when the driver
+/// refuses.
+pub fn device(ordinal: usize) -> Result<Arc<Cuda>, Error> {
+    check()?;
+    let gpu = Cuda::new(ordinal).map_err(|source| Error::Device {
+        call: Call::Reserve,
+        source,
+    })?;
+    Ok(Arc::new(gpu))
+}
+
+/// A compiler for the GPU number `ordinal` that serves `stream`, for a program whose allocation calls arrive at
+/// this hook.
+///
+/// # Errors
+/// As [`device`]; [`Error::Option`] for an option that cannot work.
+pub fn compiler(ordinal: usize, stream: StreamId, options: Options) -> Result<Compiler, Error> {
+    let mut compiler = Compiler::new(device(ordinal)?, options)?;
+    compiler.use_stream(stream)?;
+    Ok(compiler)
 }

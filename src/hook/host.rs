@@ -27,14 +27,19 @@
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!
-//! May import: `current`, `engine` for who frees, `options`, `hook/weights`, `units`.
+//! May import: `compiler`, `current`, `device`, `engine` for who frees, `options`, `hook/weights`, `units`.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ptr;
+use std::sync::Arc;
 
+use crate::compiler::Compiler;
 use crate::current::{self, Probe};
+use crate::device::Host;
 use crate::engine::By;
+use crate::error::Error;
 use crate::hook::weights;
+use crate::options::Options;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 pub use crate::options::SMALLEST_THRESHOLD;
@@ -187,4 +192,29 @@ pub fn is_installed() -> bool {
         SMALLEST_THRESHOLD.0 as usize,
     )));
     probe.was_seen()
+}
+
+/// The memory of this machine, in pages of `granule`, for a program whose large buffers come past this hook.
+///
+/// # Errors
+/// [`Error::HookMissing`], whose text is the line to add, when they do not; [`Error::Option`] for a granule
+/// that cannot work.
+pub fn device(granule: Bytes) -> Result<Arc<Host>, Error> {
+    if !is_installed() {
+        return Err(Error::HookMissing);
+    }
+    let host = Host::new(granule).map_err(|source| Error::Option {
+        option: "granule",
+        reason: format!("{granule}: {source}"),
+    })?;
+    Ok(Arc::new(host))
+}
+
+/// A compiler for the memory of this machine, in pages of `granule`, for a program whose large buffers come
+/// past this hook.
+///
+/// # Errors
+/// As [`device`]; [`Error::Option`] for an option that cannot work; [`Error::Device`] when the system refuses.
+pub fn compiler(granule: Bytes, options: Options) -> Result<Compiler, Error> {
+    Compiler::new(device(granule)?, options)
 }

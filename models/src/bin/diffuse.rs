@@ -7,17 +7,18 @@ use candle_core::{DType, Device, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
-use memory_compiler_candle::{Options, Paged, PagedStats};
+use memory_compiler_candle::{Options, Paged, PagedStats, pager};
 use memory_compiler_models::{
     Denoiser, Error, ModelKind, Result,
     compiled::Compiled,
+    parse_bytes,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{Source, load_on, load_paged},
+    weights::{self, Source, load_on, load_paged},
 };
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -28,6 +29,9 @@ static MEMORY: ScopedAllocator = ScopedAllocator::new();
 #[cfg(feature = "cuda")]
 memory_compiler::interpose_cuda!();
 
+#[cfg(feature = "cuda")]
+memory_compiler::page_cuda_weights!();
+
 /// Draws handwritten digits with a small diffusion model and writes them as one sheet.
 #[derive(Debug, Parser)]
 #[command(version)]
@@ -35,6 +39,9 @@ struct Arguments {
     /// The network.
     #[arg(long, value_enum, default_value = "unet")]
     model: ModelKind,
+    /// What computes the network; noise, guidance and samplers are the same for both.
+    #[arg(long, value_enum, default_value = "candle")]
+    framework: Framework,
     /// The way from noise to an image.
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
@@ -99,16 +106,49 @@ struct Memory {
 }
 
 impl Memory {
-    fn options(&self) -> Options {
+    fn options(&self, device: &Device) -> Options {
         let defaults = Options::default();
+        let granule = match self.weight_budget {
+            Some(_) if device.is_cpu() => weights::GRANULE,
+            _ => defaults.granule,
+        };
         Options {
             strict: self.strict,
             budget: self.budget.map(Bytes),
-            granule: self.granule.map_or(defaults.granule, Bytes),
+            granule: self.granule.map_or(granule, Bytes),
             threshold: self.threshold.map_or(defaults.threshold, Bytes),
             ..defaults
         }
     }
+
+    #[cfg(feature = "burn")]
+    fn burn_options(&self) -> memory_compiler_burn::Options {
+        let Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+            compile_after,
+        } = self.options();
+        memory_compiler_burn::Options {
+            strict,
+            budget,
+            granule,
+            threshold,
+            address_space,
+            compile_after,
+            ..memory_compiler_burn::Options::default()
+        }
+    }
+}
+
+/// What computes the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Framework {
+    Candle,
+    #[cfg(feature = "burn")]
+    Burn,
 }
 
 /// Where to compute.
@@ -119,6 +159,15 @@ enum Place {
 }
 
 impl Place {
+    /// The number of the GPU; `None` for the CPU.
+    #[cfg(feature = "burn")]
+    fn number(self) -> Option<usize> {
+        match self {
+            Self::Cpu => None,
+            Self::Cuda(number) => Some(number),
+        }
+    }
+
     fn open(self) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
@@ -176,15 +225,19 @@ fn draw(arguments: &Arguments) -> Result<()> {
         Some(path) => Source::File(path),
         None => Source::Embedded,
     };
+    #[cfg(feature = "burn")]
+    if arguments.framework == Framework::Burn {
+        return draw_with_burn(arguments, &job, source);
+    }
     let device = arguments.device.open()?;
-    let (model, paged) = match arguments.memory.weight_budget {
-        Some(_) if !device.is_cpu() => {
-            return Err(Error::Setting(
-                "weights are paged on the CPU only: --weight-budget needs --device cpu".into(),
-            ));
-        }
-        Some(budget) => {
-            let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
+    let options = arguments.memory.options(&device);
+    let pager = match arguments.memory.weight_budget {
+        Some(budget) => Some(pager(&device, &options, Some(Bytes(budget)))?),
+        None => None,
+    };
+    let (model, paged) = match &pager {
+        Some(pager) => {
+            let (model, paged) = load_paged(arguments.model, source, &device, pager)?;
             (model, Some(paged))
         }
         None => (load_on(arguments.model, source, &device)?, None),
@@ -192,9 +245,10 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
-    let mut compiled = match arguments.memory.no_compile {
-        true => None,
-        false => Some(Compiled::on(&device, &arguments.memory.options())?),
+    let mut compiled = match (arguments.memory.no_compile, &pager) {
+        (true, _) => None,
+        (false, Some(pager)) => Some(Compiled::sharing(&device, &options, pager)?),
+        (false, None) => Some(Compiled::on(&device, &options)?),
     };
     if !device.is_cpu() {
         // The first call of each kernel loads it, and cuBLAS takes its workspace: nothing of a step.
@@ -218,13 +272,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
         }
         (false, _) => None,
     };
-    sheet::write(&images, columns, &arguments.out)?;
-    println!(
-        "{} images in {:.2} s: {}",
-        images.dim(0)?,
-        time.as_secs_f64(),
-        arguments.out.display()
-    );
+    write(&images, columns, &arguments.out, time)?;
     if let Some(compiled) = &mut compiled {
         println!("{}", compiled.stats());
     }
@@ -237,20 +285,72 @@ fn draw(arguments: &Arguments) -> Result<()> {
     }
 }
 
+fn write(images: &Tensor, columns: usize, out: &Path, time: Duration) -> Result<()> {
+    sheet::write(images, columns, out)?;
+    println!(
+        "{} images in {:.2} s: {}",
+        images.dim(0)?,
+        time.as_secs_f64(),
+        out.display()
+    );
+    Ok(())
+}
+
+/// The same with the network in Burn.
+#[cfg(feature = "burn")]
+fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Result<()> {
+    use memory_compiler_models::burn::{Session, device};
+    use memory_compiler_models::run::sample_from;
+
+    let memory = &arguments.memory;
+    if memory.weight_budget.is_some() {
+        let why = "--weight-budget pages weights of Candle's; leave it out with --framework burn";
+        return Err(Error::Setting(why.into()));
+    }
+    let device = device(arguments.device.number())?;
+    let options = (!memory.no_compile).then(|| memory.burn_options());
+    let mut session = Session::load(arguments.model, source, &device, options.as_ref())?;
+    sheet::check_writable(&arguments.out)?;
+    let title = match memory.no_compile {
+        true => "plain memory",
+        false => "compiled memory",
+    };
+    let draw = |progress: &mut dyn FnMut()| sample_from(&mut session, job, progress);
+    let (images, time) = watch(job, title, draw)?;
+    let plain = match memory.compare {
+        true => {
+            let mut plain = Session::load(arguments.model, source, &device, None)?;
+            let draw = |progress: &mut dyn FnMut()| sample_from(&mut plain, job, progress);
+            Some(watch(job, "plain memory", draw)?)
+        }
+        false => None,
+    };
+    write(&images, job.classes.len(), &arguments.out, time)?;
+    if let Some(stats) = session.stats() {
+        println!("{stats}");
+    }
+    match plain {
+        Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),
+        None => Ok(()),
+    }
+}
+
 /// What the weights did between loading and the end of sampling.
 fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
     let copied = ran.copied.0 - loaded.copied.0;
+    let waited = (ran.waited - loaded.waited).as_secs_f64() * 1e3;
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
-        "weights", "budget", "resident", "evicted", "copied a step", "past budget"
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>15} {:>12}",
+        "weights", "budget", "resident", "evicted", "copied a step", "waited a step", "past budget"
     );
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12.2} ms {:>12}",
         ran.weights,
-        ran.pager.limit,
-        ran.pager.resident,
-        ran.weights.saturating_sub(ran.pager.resident),
+        ran.pager.weights_limit,
+        ran.resident,
+        ran.weights.saturating_sub(ran.resident),
         Bytes(copied / calls.max(1)),
+        waited / calls.max(1) as f64,
         ran.pager.beyond_peak,
     );
 }
@@ -272,25 +372,39 @@ impl<S: Stepper> Stepper for Counted<'_, S> {
     }
 }
 
-/// Draws the images with a progress bar; says how long it took and how many calls of the model.
+/// Draws the images of a network of Candle's; says how long it took and how many calls of the model.
 fn run(
     model: &dyn Denoiser,
     job: &Job,
     stepper: &mut impl Stepper,
     title: &'static str,
 ) -> Result<(Tensor, Duration, u64)> {
+    let mut stepper = Counted { stepper, calls: 0 };
+    let draw = |progress: &mut dyn FnMut()| {
+        let images = sample(model, job, &mut stepper, progress)?;
+        model.device().synchronize()?;
+        Ok(images)
+    };
+    let (images, time) = watch(job, title, draw)?;
+    Ok((images, time, stepper.calls))
+}
+
+/// Draws with a progress bar; says how long it took.
+fn watch(
+    job: &Job,
+    title: &'static str,
+    draw: impl FnOnce(&mut dyn FnMut()) -> Result<Tensor>,
+) -> Result<(Tensor, Duration)> {
     let bar = ProgressBar::new(job.steps as u64).with_message(title);
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
     {
         bar.set_style(style);
     }
     let started = Instant::now();
-    let mut stepper = Counted { stepper, calls: 0 };
-    let images = sample(model, job, &mut stepper, || bar.inc(1));
-    model.device().synchronize()?;
+    let images = draw(&mut || bar.inc(1));
     let time = started.elapsed();
     bar.finish_and_clear();
-    Ok((images?, time, stepper.calls))
+    Ok((images?, time))
 }
 
 /// Says whether both runs drew the same, bit for bit; an error when they did not.
@@ -362,20 +476,4 @@ fn parse_device(text: &str) -> std::result::Result<Place, String> {
     number
         .map(Place::Cuda)
         .ok_or_else(|| "a device is cpu, cuda or cuda:N".into())
-}
-
-/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
-fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let unit = match text[digits.len()..].trim() {
-        "" | "B" => 1,
-        "K" | "KiB" => 1 << 10,
-        "M" | "MiB" => 1 << 20,
-        "G" | "GiB" => 1 << 30,
-        _ => 0u64,
-    };
-    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
-        Some(bytes) if bytes > 0 => Ok(bytes),
-        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
-    }
 }
