@@ -1,6 +1,6 @@
 //! Memory of the host from which copies to a device are enqueued.
 //!
-//! May import: `units`, `device` for its errors.
+//! May import: `units`, `device/cuda`.
 
 use std::fmt;
 
