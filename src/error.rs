@@ -37,6 +37,17 @@ pub enum Error {
         /// The budget.
         budget: Bytes,
     },
+    /// Weights that are used at once need more memory than weights may have.
+    #[error(
+        "weights that are used at once need {needed}, and {limit} is what they can have (raise the budget, \
+         or use them in smaller scopes)"
+    )]
+    WeightBudget {
+        /// Bytes that must be in memory together, in whole pages.
+        needed: Bytes,
+        /// Bytes that they can have.
+        limit: Bytes,
+    },
     /// The device has no memory left. What had been taken for this allocation was given back.
     #[error("device out of memory: asked for {asked}, held {held}, live {live}, free {free}")]
     OutOfMemory {
@@ -91,6 +102,13 @@ pub enum Error {
          memory_compiler::interpose_cuda!();"
     )]
     CudaHookMissing,
+    /// The hook that paged weights of a GPU need is not in this binary, or without effect.
+    #[error(
+        "work on the GPU of this program does not go past the memory compiler; add to its main.rs (for a \
+         test, bench or example: to that file):\n\
+         memory_compiler::page_cuda_weights!();"
+    )]
+    CudaUsesMissing,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,

@@ -172,24 +172,15 @@ impl Pages {
         if let Some(page) = self.spare.pop() {
             return Ok(page);
         }
-        if !self.budget.claim(self.granule) {
-            // Another owner was quicker: to this one it is as if the device had no more.
-            let (free, total) = (self.budget.free(), self.budget.limit());
-            return Err(Refused {
-                call: Call::Create,
-                source: DeviceError::OutOfMemory {
-                    info: MemoryInfo { free, total },
-                },
-            });
-        }
-        self.create_claimed()
+        let claimed = self.budget.claim(self.granule);
+        self.create_claimed(claimed)
     }
 
-    /// As [`take`](Self::take), past the budget.
+    /// As [`take`](Self::take), past the limit of a budget that is part of another.
     pub fn take_beyond(&mut self) -> Result<PageId, Refused> {
         for tries in 0.. {
-            self.budget.claim_beyond(self.granule);
-            match self.create_claimed() {
+            let claimed = self.budget.claim_beyond(self.granule);
+            match self.create_claimed(claimed) {
                 Err(Refused {
                     source: DeviceError::OutOfMemory { .. },
                     ..
@@ -211,7 +202,17 @@ impl Pages {
         self.device.trim_pool().map_err(refused)
     }
 
-    fn create_claimed(&mut self) -> Result<PageId, Refused> {
+    fn create_claimed(&mut self, claimed: bool) -> Result<PageId, Refused> {
+        if !claimed {
+            // Another owner was quicker: to this one it is as if the device had no more.
+            let (free, total) = (self.budget.free(), self.budget.limit());
+            return Err(Refused {
+                call: Call::Create,
+                source: DeviceError::OutOfMemory {
+                    info: MemoryInfo { free, total },
+                },
+            });
+        }
         let page = self.call(Call::Create, |device| device.create());
         match page {
             Ok(_) => self.owned += 1,

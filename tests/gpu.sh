@@ -39,7 +39,7 @@ build() {
   # Together, so that Candle's kernels are compiled once.
   local candle=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
-  collect candle- "${candle[@]}" --test cuda --test cuda_without_the_line
+  collect candle- "${candle[@]}" --test cuda --test paged_cuda --test cuda_without_the_line
   cargo build "${candle[@]}" --bin zoo --bin diffuse
   for name in zoo diffuse; do
     cp "${CARGO_TARGET_DIR:-target}/release/$name" "$dir/$name"; strip "$dir/$name"

@@ -303,9 +303,10 @@ fn writable_weights_are_saved_before_they_leave() {
 }
 
 #[test]
-fn what_goes_beyond_the_budget_leaves_with_its_last_pin_and_the_rest_stays() {
-    let (device, pager) = pager(4);
-    let range = pager.range(pages(6)).unwrap();
+fn what_goes_beyond_the_limit_of_weights_leaves_with_its_last_pin_and_the_rest_stays() {
+    let device = counting_host(pages(1));
+    let pager = Pager::with_limit(device.clone(), Some(pages(7)), Some(pages(4))).unwrap();
+    let range = pager.range(pages(9)).unwrap();
     let beyond = |page, count, since| range.pin_beyond(pages(page), pages(count), since).unwrap();
     let first = beyond(0, 6, Stamp::NEVER);
     assert_eq!(
@@ -322,8 +323,15 @@ fn what_goes_beyond_the_budget_leaves_with_its_last_pin_and_the_rest_stays() {
     let again = beyond(0, 6, stamp);
     assert_eq!(again.stale().len(), 1);
     assert_eq!(again.stale()[0].offset, pages(4));
-    drop((again, range));
+    drop(again);
+    let refused = range.pin_beyond(Bytes::ZERO, pages(9), Stamp::NEVER);
+    assert!(
+        matches!(refused, Err(Error::WeightBudget { needed, .. }) if needed == pages(9)),
+        "the budget is never exceeded"
+    );
+    drop(range);
     assert!(device.is_empty());
+    assert!(device.books().held_peak <= pages(7));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use candle_core::Device;
 use memory_compiler::Stats;
+use memory_compiler::pager::Pager;
 use memory_compiler_candle::{Memory, Options};
 
 use crate::{Result, run::Stepper};
@@ -27,6 +28,15 @@ impl Compiled {
     /// When the hook for that device is not part of the program, or an option cannot work.
     pub fn on(device: &Device, options: &Options) -> Result<Self> {
         let memory = memory_compiler_candle::compiler_with(device, options)?;
+        Ok(Self { memory })
+    }
+
+    /// The same, sharing a budget with weights.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn sharing(device: &Device, options: &Options, pager: &Pager) -> Result<Self> {
+        let memory = memory_compiler_candle::compiler_sharing(device, options, pager)?;
         Ok(Self { memory })
     }
 

@@ -92,3 +92,19 @@ impl ModelKind {
         })
     }
 }
+
+/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
+pub fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let unit = match text[digits.len()..].trim() {
+        "" | "B" => 1,
+        "K" | "KiB" => 1 << 10,
+        "M" | "MiB" => 1 << 20,
+        "G" | "GiB" => 1 << 30,
+        _ => 0u64,
+    };
+    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
+    }
+}

@@ -7,6 +7,7 @@ use crate::{Denoiser, Error, ModelKind, Result, error::first_line};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use memory_compiler::Bytes;
+use memory_compiler::pager::Pager;
 use memory_compiler_candle::Paged;
 use std::{borrow::Cow, collections::HashMap, path::Path};
 
@@ -55,29 +56,30 @@ pub fn load_on(kind: ModelKind, source: Source, device: &Device) -> Result<Box<d
         .map_err(|error| unfit(kind, source, first_line(&error)))
 }
 
-/// The page of paged weights: theirs are small.
-const GRANULE: Bytes = Bytes::kib(16);
+/// The page of paged weights on the CPU: theirs are small.
+pub const GRANULE: Bytes = Bytes::kib(16);
 
-/// Builds a model over weights of which at most `budget` bytes stay in memory. Each of its layers runs
-/// in a scope that names its weights. A file stays mapped and may not change while the model lives.
+/// Builds a model over weights on `device` that `pager` keeps in memory as far as its budget goes. Each of
+/// its layers runs in a scope that names its weights. A file stays mapped and may not change while the model
+/// lives.
 pub fn load_paged(
     kind: ModelKind,
     source: Source<'_>,
-    budget: Bytes,
+    device: &Device,
+    pager: &Pager,
 ) -> Result<(Box<dyn Denoiser>, Paged)> {
     let paged = match source {
         // SAFETY: both models read a weight only in the scope of its prefix, on the thread that opened
-        // it and on rayon's for it; a model is handed out with its `Paged`, and nothing writes to it.
-        Source::Embedded => unsafe {
-            Paged::over_bytes(embedded(kind), DType::F32, budget, GRANULE)
-        },
+        // it and on rayon's for it, or by work of Candle on a GPU; a model is handed out with its `Paged`, and
+        // nothing writes to it.
+        Source::Embedded => unsafe { Paged::over_bytes(pager, device, embedded(kind), DType::F32) },
         // They may go before the weights do.
         Source::Bytes(_) => {
             let why = "weights are paged from a file or from the program".to_string();
             return Err(unfit(kind, source, why));
         }
         // SAFETY: as above, and the caller leaves the file alone.
-        Source::File(path) => unsafe { Paged::open(&[path], DType::F32, budget, GRANULE) },
+        Source::File(path) => unsafe { Paged::open(pager, device, &[path], DType::F32) },
     };
     let paged = paged.map_err(|error| unfit(kind, source, first_line(&error)))?;
     let model = kind.build(paged.var_builder());

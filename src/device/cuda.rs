@@ -21,11 +21,15 @@ mod books;
 mod driver;
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use self::books::{Books, check_granules, invalid};
+pub(super) use self::driver::Locked;
 use self::driver::{Current, Gpu};
-use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use super::{
+    Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, Moment, OUTSIDE, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Memory of an NVIDIA GPU: pages of the driver's granule (2 MiB) that can stand under many addresses.
@@ -361,6 +365,75 @@ unsafe impl Device for Cuda {
         books.check_access(Call::Fill, at, size, self.granule)?;
         self.gpu.fill(at, size, value)
     }
+
+    /// Page-locked memory; ordinary memory, from which copies are slower, where the system locks no more.
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        let gpu = Gpu::new(self.ordinal)?;
+        match gpu.lock_host_memory(size) {
+            Ok(locked) => Ok(HostMemory::locked(locked)),
+            Err(error) => {
+                tracing::warn!(%error, %size, "the driver locks no host memory");
+                HostMemory::ordinary(size).ok_or(error)
+            }
+        }
+    }
+
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        let _current = self.enter(Call::Write)?;
+        let mut books = self.books();
+        if let Some(stream) = books.copy_stream {
+            return Ok(stream);
+        }
+        let stream = self.gpu.new_stream()?;
+        books.copy_stream = Some(stream);
+        Ok(stream)
+    }
+
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
+        let _current = self.enter(Call::Write)?;
+        let books = self.books();
+        books.check_access(Call::Write, at, size, self.granule)?;
+        if !from.is_locked() {
+            // Nothing would wait for the copy before ordinary memory is given back.
+            drop(books);
+            self.gpu.synchronise()?;
+            return self.gpu.write(at, bytes);
+        }
+        self.gpu.enqueue_write(stream, at, bytes)
+    }
+
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        let _current = self.enter(Call::Fence)?;
+        let event = self.gpu.record_time(stream)?;
+        Ok(Moment(self.books().add_moment(event)))
+    }
+
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        let _current = self.enter(Call::Fence)?;
+        let ends = {
+            let mut books = self.books();
+            let mut take = |moment: Moment| books.moments.remove(&moment.0);
+            (take(from), take(to))
+        };
+        let elapsed = match ends {
+            (Some(from), Some(to)) => self.gpu.elapsed(from, to),
+            _ => Err(invalid(
+                Call::Fence,
+                "the moment was taken and not asked for",
+            )),
+        };
+        let events = [ends.0, ends.1].into_iter().flatten();
+        events.for_each(|event| self.gpu.destroy(event));
+        elapsed
+    }
 }
 
 impl fmt::Debug for Cuda {
@@ -385,8 +458,12 @@ impl Drop for Cuda {
         let current = self.enter(Call::Release);
         let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
         if current.is_ok() {
-            for (_, event) in std::mem::take(&mut books.fences) {
+            let moments = std::mem::take(&mut books.moments);
+            for (_, event) in std::mem::take(&mut books.fences).into_iter().chain(moments) {
                 self.gpu.destroy(event);
+            }
+            if let Some(stream) = books.copy_stream {
+                self.gpu.destroy_stream(stream);
             }
         }
         debug_assert!(

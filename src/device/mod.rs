@@ -24,13 +24,17 @@ pub mod adaptor;
 mod cuda;
 #[cfg(target_os = "linux")]
 mod host;
+mod memory;
 
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 #[cfg(target_os = "linux")]
 pub use host::Host;
+pub use memory::HostMemory;
 
 use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
 
 pub use crate::device_error::{Call, DeviceError, MemoryInfo};
 use crate::units::{Address, Bytes};
@@ -48,6 +52,10 @@ pub struct StreamId(pub u64);
 /// A point on a stream after which everything enqueued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fence(pub u64);
+
+/// A point on a stream whose time is taken when the stream gets there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Moment(pub u64);
 
 /// What a hook must know of a GPU to tell whose allocation it sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -147,4 +155,55 @@ pub unsafe trait Device: Debug + Send + Sync {
 
     /// Sets `size` bytes at `at` to `value`.
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>;
+
+    /// Memory of the host from which this device copies best; ordinary memory where it does not matter.
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        HostMemory::ordinary(size).ok_or(DeviceError::Invalid {
+            call: Call::Write,
+            reason: "the host has not so much memory",
+        })
+    }
+
+    /// A stream for copies beside the work of others: one for each device.
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        Ok(StreamId(u64::MAX))
+    }
+
+    /// Enqueues on `stream` a copy of `size` bytes of `from`, which begin at `offset`, to mapped and allowed
+    /// memory at `at`. Where work is done when its call returns, it is done then.
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        let _ = stream;
+        let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
+        self.write(at, bytes)
+    }
+
+    /// Takes the time when `stream` gets here. Refused where work is done when its call returns.
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        let _ = stream;
+        Err(NO_TIME)
+    }
+
+    /// The time between two moments of a stream, which it waits for and forgets.
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        let _ = (from, to);
+        Err(NO_TIME)
+    }
 }
+
+const NO_TIME: DeviceError = DeviceError::Invalid {
+    call: Call::Fence,
+    reason: "no time is taken on this device",
+};
+
+/// A copy from where no host memory is.
+const OUTSIDE: DeviceError = DeviceError::Invalid {
+    call: Call::Write,
+    reason: "the bytes lie in the host memory",
+};

@@ -422,7 +422,8 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
         if current::free_replayed(on, address) {
             return SUCCESS;
         }
-        if let Some(code) = code_of(current::free_on(on, address)) {
+        let freed = code_of(current::free_on(on, address));
+        if let Some(code) = freed.or_else(|| weight_freed(address)) {
             return code;
         }
     }
@@ -446,7 +447,8 @@ pub unsafe fn free(at: u64) -> Code {
     }
     let address = Address(at);
     if current::may_own(address)
-        && let Some(code) = code_of(current::free_synchronous(address))
+        && let Some(code) =
+            code_of(current::free_synchronous(address)).or_else(|| weight_freed(address))
     {
         return code;
     }
@@ -456,6 +458,12 @@ pub unsafe fn free(at: u64) -> Code {
     };
     // SAFETY: the address is no compiler's, so the driver's; the caller keeps the rest.
     unsafe { call(at) }
+}
+
+/// What a free of a paged weight returns; `None` when it is none.
+#[cold]
+fn weight_freed(address: Address) -> Option<Code> {
+    super::weights::take_back(address).then_some(SUCCESS)
 }
 
 /// What a free returns; `None` when no compiler owns the address.
@@ -475,19 +483,27 @@ fn code_of(freed: Result<(), Error>) -> Option<Code> {
     }
 }
 
-/// A compiler for the GPU number `ordinal` that serves `stream`, for a program whose allocation calls arrive at
-/// this hook.
+/// The memory of the GPU number `ordinal`, for a program whose allocation calls arrive at this hook.
 ///
 /// # Errors
-/// [`Error::CudaHookMissing`], whose text is the line to add, when they do not; [`Error::Option`] for an option
-/// that cannot work; [`Error::Device`] when the driver refuses.
-pub fn compiler(ordinal: usize, stream: StreamId, options: Options) -> Result<Compiler, Error> {
+/// [`Error::CudaHookMissing`], whose text is the line to add, when they do not; [`Error::Device`] when the driver
+/// refuses.
+pub fn device(ordinal: usize) -> Result<Arc<Cuda>, Error> {
     check()?;
     let gpu = Cuda::new(ordinal).map_err(|source| Error::Device {
         call: Call::Reserve,
         source,
     })?;
-    let mut compiler = Compiler::new(Arc::new(gpu), options)?;
+    Ok(Arc::new(gpu))
+}
+
+/// A compiler for the GPU number `ordinal` that serves `stream`, for a program whose allocation calls arrive at
+/// this hook.
+///
+/// # Errors
+/// As [`device`]; [`Error::Option`] for an option that cannot work.
+pub fn compiler(ordinal: usize, stream: StreamId, options: Options) -> Result<Compiler, Error> {
+    let mut compiler = Compiler::new(device(ordinal)?, options)?;
     compiler.use_stream(stream)?;
     Ok(compiler)
 }

@@ -194,13 +194,12 @@ pub fn is_installed() -> bool {
     probe.was_seen()
 }
 
-/// A compiler for the memory of this machine, in pages of `granule`, for a program whose large buffers come
-/// past this hook.
+/// The memory of this machine, in pages of `granule`, for a program whose large buffers come past this hook.
 ///
 /// # Errors
-/// [`Error::HookMissing`], whose text is the line to add, when they do not; [`Error::Option`] for an option
-/// that cannot work; [`Error::Device`] when the system refuses.
-pub fn compiler(granule: Bytes, options: Options) -> Result<Compiler, Error> {
+/// [`Error::HookMissing`], whose text is the line to add, when they do not; [`Error::Option`] for a granule
+/// that cannot work.
+pub fn device(granule: Bytes) -> Result<Arc<Host>, Error> {
     if !is_installed() {
         return Err(Error::HookMissing);
     }
@@ -208,5 +207,14 @@ pub fn compiler(granule: Bytes, options: Options) -> Result<Compiler, Error> {
         option: "granule",
         reason: format!("{granule}: {source}"),
     })?;
-    Compiler::new(Arc::new(host), options)
+    Ok(Arc::new(host))
+}
+
+/// A compiler for the memory of this machine, in pages of `granule`, for a program whose large buffers come
+/// past this hook.
+///
+/// # Errors
+/// As [`device`]; [`Error::Option`] for an option that cannot work; [`Error::Device`] when the system refuses.
+pub fn compiler(granule: Bytes, options: Options) -> Result<Compiler, Error> {
+    Compiler::new(device(granule)?, options)
 }

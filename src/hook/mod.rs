@@ -5,4 +5,6 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod host;
+#[cfg(all(feature = "cuda", unix))]
+pub mod uses;
 pub mod weights;

@@ -123,6 +123,65 @@ impl Drop for VecRange {
     }
 }
 
+/// A range of GPU memory in which a framework's buffers lie at fixed places. A buffer there is freed as any
+/// other one, by the driver's calls, which the [GPU hook](super::cuda) takes over.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub struct SliceRange(Arc<Placed>);
+
+#[cfg(feature = "cuda")]
+impl SliceRange {
+    /// Buffers in `range`, which serves nothing else.
+    ///
+    /// # Errors
+    /// [`Error::CudaHookMissing`] when the driver's calls do not reach the hook; [`Error::Option`] for memory of
+    /// the host.
+    pub fn new(range: WeightRange) -> Result<Self, Error> {
+        super::cuda::check()?;
+        if range.is_host_memory() {
+            return Err(Error::Option {
+                option: "range",
+                reason: "these buffers lie in memory of a GPU".to_owned(),
+            });
+        }
+        current::widen(range.base(), range.size());
+        let placed = Arc::new(Placed {
+            range,
+            live: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+        });
+        change(|ranges| ranges.push(Arc::clone(&placed)));
+        Ok(Self(placed))
+    }
+
+    /// The range.
+    #[must_use]
+    pub fn range(&self) -> &WeightRange {
+        &self.0.range
+    }
+
+    /// The address of a buffer at `offset`, for a value that frees it once; `None` when the bytes are not in
+    /// the range or not aligned to 512 bytes there.
+    #[must_use]
+    pub fn place(&self, offset: Bytes, size: Bytes) -> Option<Address> {
+        let range = &self.0.range;
+        let end = offset.checked_add(size)?;
+        if end > range.size() || !offset.0.is_multiple_of(ALIGNMENT.0) {
+            return None;
+        }
+        self.0.live.fetch_add(1, Ordering::SeqCst);
+        Some(Address(range.base().0 + offset.0))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Drop for SliceRange {
+    fn drop(&mut self) {
+        self.0.closed.store(true, Ordering::SeqCst);
+        self.0.end_if_last();
+    }
+}
+
 impl Placed {
     fn end_if_last(self: &Arc<Self>) {
         if self.closed.load(Ordering::SeqCst) && self.live.load(Ordering::SeqCst) == 0 {

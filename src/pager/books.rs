@@ -7,61 +7,29 @@
 //! ```
 //!
 //! Invariants, also after any call of the device failed:
-//! - a slot has a page exactly when that page is mapped under it and accessible;
+//! - a slot has a page only while that page is mapped under it, accessible, and its contents are the
+//!   slot's;
 //! - a pinned slot has a page; only unpinned slots lose theirs;
 //! - a slot that gets a page gets a stamp that no slot of this process ever had;
 //! - a range never takes pages from one of higher priority, nor from its own lower addresses: so a
-//!   model that is too large keeps its low part and never cycles.
+//!   model that is too large keeps its low part and never cycles. What must be in at once
+//!   ([`Books::enter`]) may take any page that is not pinned.
 //!
 //! May import: layers 0 and 3, `pages`, `budget`.
 
 use std::collections::BTreeMap;
 use std::ops::Range as Pages32;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Leaving, PageOut, PagerStats, Residency, Stamp};
+use super::range::{Range, Slot};
+use super::{PageOut, PagerStats, Residency, Stamp};
 use crate::budget::Budget;
 use crate::device::{Device, DeviceError, PageId};
 use crate::pages::{Pages, Refused};
 use crate::units::{Address, Bytes};
 
-/// Stamps given so far in this process; 0 is [`Stamp::NEVER`].
-static STAMPS: AtomicU64 = AtomicU64::new(1);
-
 /// How often a pin goes on after the device was out of memory although pages had been given back.
 const ROUNDS: u32 = 2;
-
-/// A virtual page of a range.
-#[derive(Clone, Debug, Default)]
-struct Slot {
-    /// The page under it, while it is resident.
-    page: Option<PageId>,
-    /// When it became resident last.
-    stamp: u64,
-    pins: u32,
-    /// Whether it was pinned since: before that nobody can have filled it, and nothing is to save.
-    handed_out: bool,
-    /// Whether it came in past the budget, and leaves with its last pin.
-    beyond: bool,
-}
-
-#[derive(Debug)]
-struct Range {
-    /// The higher, the longer it stays.
-    priority: u64,
-    pages: Pages,
-    slots: Vec<Slot>,
-    resident: u32,
-    /// Pages that became resident so far.
-    arrivals: u64,
-    /// Pages from here on left when memory was short. They are not asked back before somebody
-    /// returned memory.
-    watermark: u32,
-    /// [`Budget::returns`] when the watermark was looked at last.
-    seen_returns: u64,
-    page_out: Option<PageOut>,
-}
 
 /// A page of a range: the range's number and the page's.
 type Spot = (u64, u32);
@@ -70,6 +38,26 @@ type Spot = (u64, u32);
 pub(super) struct Brought {
     pub stamp: Stamp,
     pub stale: Vec<Pages32<u32>>,
+}
+
+/// What became of pages that are to be used together.
+#[derive(Debug, Default)]
+pub(super) struct Reached {
+    /// The pages that are in memory and were pinned, and their stamps.
+    pub stamps: Vec<(u32, u64)>,
+    /// Pages that lost a shared frame to them, and that nobody waited for.
+    pub taken: Vec<u32>,
+}
+
+/// Which pages of its own range somebody may take.
+#[derive(Clone, Copy)]
+enum Own<'a> {
+    /// Those from this one on.
+    From(u32),
+    /// All but these, which ascend.
+    Except(&'a [u32]),
+    /// None, and none of other ranges either.
+    Nothing,
 }
 
 /// See the module's page.
@@ -109,6 +97,8 @@ impl Books {
             priority: 0,
             pages,
             slots: vec![Slot::default(); page_count as usize],
+            rings: Vec::new(),
+            is_disturbed: false,
             resident: 0,
             arrivals: 0,
             watermark: page_count,
@@ -150,7 +140,7 @@ impl Books {
         range.watermark = range.slots.len() as u32;
     }
 
-    /// Makes pages resident and pins them; `None` when they do not fit and may not go `beyond`.
+    /// Makes pages resident and pins them; `None` when they do not fit, nor `beyond` if they may go there.
     pub fn pin(
         &mut self,
         id: u64,
@@ -164,16 +154,21 @@ impl Books {
             range.seen_returns = returns;
             range.watermark = range.slots.len() as u32;
         }
-        let missing: Vec<u32> = pages
-            .clone()
-            .filter(|&page| range.slots[page as usize].page.is_none())
-            .collect();
+        let all: Vec<u32> = pages.clone().collect();
+        let missing = range.missing(&all);
         if !missing.is_empty() {
+            if missing
+                .iter()
+                .any(|&page| range.slots[page as usize].is_alias)
+            {
+                range.pages.synchronise()?;
+                missing.iter().for_each(|&page| range.leave_ring(page));
+            }
             let mut took = false;
             let brought = if pages.end > range.watermark {
                 Ok(false)
             } else {
-                self.bring(id, pages.end, &missing, &mut took)
+                self.bring(id, Own::From(pages.end), &missing, &mut took)
             };
             if took && brought != Ok(true) {
                 // Others lost pages for nothing: they may have them back.
@@ -181,10 +176,9 @@ impl Books {
             }
             if !brought? {
                 self.stats.streamed += 1;
-                if !beyond {
+                if !beyond || !self.bring_beyond(id, &missing)? {
                     return Ok(None);
                 }
-                self.bring_beyond(id, &missing)?;
             }
         }
         let slots = &mut self.range(id).slots[pages.start as usize..pages.end as usize];
@@ -207,6 +201,103 @@ impl Books {
             stamp: Stamp(stamp),
             stale,
         }))
+    }
+
+    /// Makes pages that are used together resident and pins them, whatever unpinned page has to go for it:
+    /// of lower ranges, of this one, then of higher ones. `None` when they do not fit. `pages` ascend.
+    pub fn enter(&mut self, id: u64, pages: &[u32]) -> Result<Option<Reached>, Refused> {
+        let range = self.range(id);
+        let taken = range.take_over(pages);
+        let missing = range.missing(pages);
+        if !missing.is_empty() {
+            if missing
+                .iter()
+                .any(|&page| range.slots[page as usize].is_alias)
+            {
+                // Work that is enqueued may still read through the addresses.
+                range.pages.synchronise()?;
+            }
+            missing.iter().for_each(|&page| range.leave_ring(page));
+            let mut took = false;
+            let brought = self.bring(id, Own::Except(pages), &missing, &mut took);
+            if took && brought != Ok(true) {
+                self.budget.note_return();
+            }
+            if !brought? {
+                self.stats.streamed += 1;
+                return Ok(None);
+            }
+        }
+        let stamps = self.range(id).pin_all(pages.iter().copied());
+        Ok(Some(Reached { stamps, taken }))
+    }
+
+    /// Makes as many of the pages resident as can be without taking one from what is in use or from
+    /// others, and pins those. `pages` ascend.
+    pub fn enter_ahead(&mut self, id: u64, pages: &[u32]) -> Reached {
+        let budget = self.budget.free();
+        let range = self.range(id);
+        let taken = range.take_over(pages);
+        let room = budget.0 / range.pages.granule.0 + range.pages.spare_count();
+        let mut missing = range.missing(pages);
+        missing.retain(|&page| !range.is_ring_taken(page));
+        missing.truncate(room as usize);
+        if !missing.is_empty() {
+            // Whoever needs them asks again: a refusal is told then.
+            drop(self.bring(id, Own::Nothing, &missing, &mut false));
+        }
+        let range = self.range(id);
+        let is_in = |&page: &u32| range.slots[page as usize].page.is_some();
+        let resident: Vec<u32> = pages.iter().copied().filter(is_in).collect();
+        let stamps = range.pin_all(resident.into_iter());
+        Reached { stamps, taken }
+    }
+
+    /// Lets pages that were entered go when they are needed.
+    pub fn unpin_all(&mut self, id: u64, pages: impl Iterator<Item = u32>) {
+        let range = self.range(id);
+        for page in pages {
+            let slot = &mut range.slots[page as usize];
+            debug_assert!(slot.pins > 0, "only pinned pages are unpinned");
+            slot.pins -= 1;
+        }
+    }
+
+    /// Has the pages of each ring share one frame from now on; the others have their own. `false` while
+    /// something is pinned.
+    pub fn arrange(&mut self, id: u64, rings: Vec<Vec<u32>>) -> Result<bool, Refused> {
+        let range = self.range(id);
+        if range.slots.iter().any(|slot| slot.pins > 0) {
+            return Ok(false);
+        }
+        range.pages.synchronise()?;
+        range.arrange(rings);
+        Ok(true)
+    }
+
+    /// Pages that a range owns or could own, if it took all from others that is not pinned.
+    pub fn capacity(&mut self, id: u64) -> u64 {
+        let others = self.ranges.iter().filter(|&(&other, _)| other != id);
+        let unpinned = |slot: &&Slot| slot.page.is_some() && slot.pins == 0;
+        let takeable: usize = others
+            .map(|(_, range)| range.slots.iter().filter(unpinned).count())
+            .sum();
+        let free = self.budget.free();
+        let range = self.range(id);
+        let granule = range.pages.granule.0;
+        let device = range.pages.device.memory().map(|info| info.free);
+        let free = device.map_or(free, |device| device.min(free));
+        range.pages.held().0 / granule + free.0 / granule + takeable as u64
+    }
+
+    /// Whether a page had to leave its ring since the last arrangement.
+    pub fn is_disturbed(&mut self, id: u64) -> bool {
+        self.range(id).is_disturbed
+    }
+
+    /// Whether a range is the last one to give pages up.
+    pub fn is_first(&mut self, id: u64) -> bool {
+        self.range(id).priority + 1 == self.next_priority
     }
 
     /// Lets pinned pages go when they are needed.
@@ -234,7 +325,7 @@ impl Books {
     fn bring(
         &mut self,
         id: u64,
-        end: u32,
+        own: Own,
         missing: &[u32],
         took: &mut bool,
     ) -> Result<bool, Refused> {
@@ -242,7 +333,8 @@ impl Books {
         let mut taken: Vec<PageId> = Vec::with_capacity(missing.len());
         let mut refused: Vec<Spot> = Vec::new();
         let mut rounds = 0;
-        if self.budget.free().0 / granule.0 < missing.len() as u64 {
+        let spare = self.range(id).pages.spare_count();
+        if self.budget.free().0 / granule.0 + spare < missing.len() as u64 {
             self.shed();
         }
         let fits = loop {
@@ -279,7 +371,7 @@ impl Books {
                     Err(error) => break Err(error),
                 }
             }
-            let victims = self.victims(Some((id, end)), short, &refused);
+            let victims = self.victims(Some((id, own)), short, &refused);
             if (victims.len() as u64) < short {
                 break Ok(false);
             }
@@ -297,13 +389,13 @@ impl Books {
         Ok(true)
     }
 
-    /// Puts pages under `missing`, past the budget where it is used up.
-    fn bring_beyond(&mut self, id: u64, missing: &[u32]) -> Result<(), Refused> {
+    /// Puts pages under `missing`, past the limit of weights where it is used up. Whether they fit.
+    fn bring_beyond(&mut self, id: u64, missing: &[u32]) -> Result<bool, Refused> {
         let mut taken = Vec::with_capacity(missing.len());
         let mut within = 0;
         while taken.len() < missing.len() {
             let pages = &mut self.range(id).pages;
-            let page = match pages.take() {
+            let page = match pages.take_free() {
                 Ok(page) => {
                     within = taken.len() + 1;
                     Ok(page)
@@ -318,14 +410,17 @@ impl Books {
                 Ok(page) => taken.push(page),
                 Err(error) => {
                     self.give_back(id, taken);
-                    return Err(error);
+                    return match error.source {
+                        DeviceError::OutOfMemory { .. } => Ok(false),
+                        _ => Err(error),
+                    };
                 }
             }
         }
         self.settle(id, missing, taken, within)?;
         let over = self.budget.used().saturating_sub(self.budget.limit());
         self.stats.beyond_peak = self.stats.beyond_peak.max(over);
-        Ok(())
+        Ok(true)
     }
 
     fn give_back(&mut self, id: u64, taken: Vec<PageId>) {
@@ -354,40 +449,39 @@ impl Books {
                 self.give_back(id, taken.collect());
                 return Err(error);
             }
-            let stamp = STAMPS.fetch_add(1, Ordering::Relaxed);
-            for (&page, id) in run.iter().zip(ids) {
-                range.slots[page as usize] = Slot {
-                    page: Some(id),
-                    stamp,
-                    beyond: page >= beyond_from,
-                    ..Slot::default()
-                };
-            }
-            range.resident += run.len() as u32;
-            range.arrivals += run.len() as u64;
+            range.arrived(run, &ids, beyond_from);
         }
         Ok(())
     }
 
-    /// The first `limit` pages to go: for a pin of a range that ends at a page, or for a step.
-    fn victims(&self, pin: Option<(u64, u32)>, limit: u64, refused: &[Spot]) -> Vec<Spot> {
+    /// The first `limit` pages to go: for pages of a range, or for a step.
+    fn victims(&self, whose: Option<(u64, Own)>, limit: u64, refused: &[Spot]) -> Vec<Spot> {
+        if matches!(whose, Some((_, Own::Nothing))) {
+            return Vec::new();
+        }
         let mut ranges: Vec<(&u64, &Range)> = self.ranges.iter().collect();
         ranges.sort_by_key(|(_, range)| range.priority);
         let mut victims = Vec::new();
         for (&id, range) in ranges {
-            let from = match pin {
-                Some((own, end)) if own == id => end,
-                _ => 0,
+            let own = whose.filter(|&(own, _)| own == id).map(|(_, own)| own);
+            let may_go = |page: u32| match own {
+                None => true,
+                Some(Own::From(first)) => page >= first,
+                Some(Own::Except(kept)) => kept.binary_search(&page).is_err(),
+                Some(Own::Nothing) => false,
             };
-            let unpinned = (from..range.slots.len() as u32).rev().filter(|&page| {
+            let unpinned = (0..range.slots.len() as u32).rev().filter(|&page| {
                 let slot = &range.slots[page as usize];
-                slot.page.is_some() && slot.pins == 0 && !refused.contains(&(id, page))
+                slot.page.is_some()
+                    && slot.pins == 0
+                    && may_go(page)
+                    && !refused.contains(&(id, page))
             });
             if range.resident > 0 {
                 let left = limit as usize - victims.len();
                 victims.extend(unpinned.take(left).map(|page| (id, page)));
             }
-            if victims.len() as u64 == limit || pin.is_some_and(|(own, _)| own == id) {
+            if victims.len() as u64 == limit || matches!(own, Some(Own::From(_))) {
                 break;
             }
         }
@@ -487,7 +581,9 @@ impl Books {
 
     pub fn stats(&self) -> PagerStats {
         let mut stats = self.stats;
-        (stats.used, stats.limit) = (self.budget.used(), self.budget.limit());
+        let whole = self.budget.outermost();
+        (stats.used, stats.limit) = (whole.used(), whole.limit());
+        stats.weights_limit = self.budget.limit().min(whole.limit());
         for range in self.ranges.values() {
             let granule = range.pages.granule.0;
             let pinned = range.slots.iter().filter(|slot| slot.pins > 0).count();
@@ -498,33 +594,5 @@ impl Books {
             stats.arrivals += range.arrivals;
         }
         stats
-    }
-}
-
-impl Range {
-    /// Takes the memory of a page away; whether it could. The device was waited for.
-    fn leave(&mut self, page: u32) -> bool {
-        let offset = Bytes(u64::from(page) * self.pages.granule.0);
-        if let Some(page_out) = &mut self.page_out
-            && self.slots[page as usize].handed_out
-        {
-            let leaving = Leaving {
-                offset,
-                address: Address(self.pages.base.0 + offset.0),
-                size: self.pages.granule,
-            };
-            if !(page_out.0)(leaving) {
-                return false;
-            }
-        }
-        if self.pages.unmap(page).is_err() {
-            return false;
-        }
-        self.resident -= 1;
-        if let Some(id) = self.slots[page as usize].page.take() {
-            // A refused page is spare: `shed` tries again.
-            drop(self.pages.give_back(id));
-        }
-        true
     }
 }

@@ -44,7 +44,14 @@
 //!
 //! May import: layers 0 and 3, `pages`, `budget`.
 
+mod ahead;
 mod books;
+mod carrier;
+mod plan;
+mod range;
+
+pub use ahead::{Ahead, AheadStats, Group};
+pub use carrier::{AtOnce, Carrier, OnStream, OnThread};
 
 use std::fmt;
 use std::ops::Range;
@@ -120,6 +127,8 @@ pub struct PagerStats {
     pub used: Bytes,
     /// The budget.
     pub limit: Bytes,
+    /// What weights may have of it.
+    pub weights_limit: Bytes,
     /// Pages that became resident so far.
     pub arrivals: u64,
     /// Pages evicted so far.
@@ -128,7 +137,7 @@ pub struct PagerStats {
     pub evicting: u64,
     /// Pins that did not fit.
     pub streamed: u64,
-    /// Most bytes that [`WeightRange::pin_beyond`] went past the budget at once.
+    /// Most bytes that [`WeightRange::pin_beyond`] went past the limit of weights at once.
     pub beyond_peak: Bytes,
     /// Device memory calls made for weights.
     pub device_calls: u64,
@@ -180,18 +189,32 @@ impl Pager {
     /// # Errors
     /// [`Error::Option`] for a budget below one page.
     pub fn new(device: Arc<dyn Device>, budget: Option<Bytes>) -> Result<Self, Error> {
+        Self::with_limit(device, budget, None)
+    }
+
+    /// The same where weights own at most `weights` of the budget, so that the rest is for steps.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), for either number.
+    pub fn with_limit(
+        device: Arc<dyn Device>,
+        budget: Option<Bytes>,
+        weights: Option<Bytes>,
+    ) -> Result<Self, Error> {
         let granule = device.granule();
-        if let Some(budget) = budget.filter(|&budget| budget < granule) {
-            return Err(Error::Option {
-                option: "budget",
-                reason: format!("{budget} is less than one page of {granule}"),
-            });
+        for (option, limit) in [("budget", budget), ("weights", weights)] {
+            if let Some(limit) = limit.filter(|&limit| limit < granule) {
+                return Err(Error::Option {
+                    option,
+                    reason: format!("{limit} is less than one page of {granule}"),
+                });
+            }
         }
         let budget = Budget::new(budget);
         let shared = Arc::new(Shared {
             device,
             budget: budget.clone(),
-            books: Mutex::new(Books::new(budget)),
+            books: Mutex::new(Books::new(budget.part(weights))),
         });
         let relief: Weak<Shared> = Arc::downgrade(&shared);
         shared.budget.add_relief(relief);
@@ -361,14 +384,28 @@ impl WeightRange {
         })
     }
 
-    /// The same for bytes that cannot be brought in another way: where they do not fit they go past the
-    /// budget, and leave with their last pin. [`PagerStats::beyond_peak`] says how far.
+    /// The same for bytes that cannot be brought in another way: where they do not fit into what weights may
+    /// have ([`Pager::with_limit`]) they take of the rest of the budget, as the step's buffers do, and leave
+    /// with their last pin. [`PagerStats::beyond_peak`] says how far.
     ///
     /// # Errors
-    /// As [`pin`](Self::pin); a device without memory is an [`Error::Device`] here.
+    /// As [`pin`](Self::pin); [`Error::WeightBudget`] where the whole budget, or the device, has not so much.
     pub fn pin_beyond(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pinned, Error> {
         let pinned = self.pin_pages(offset, size, since, true)?;
-        Ok(pinned.expect("pages past the budget always fit it"))
+        pinned.ok_or_else(|| self.too_much(self.pages(offset, size).map_or(0, |pages| pages.len())))
+    }
+
+    /// What is said of pages that do not fit.
+    fn too_much(&self, page_count: usize) -> Error {
+        let mut books = self.0.pager.lock();
+        let stats = books.books.stats();
+        let capacity = books.books.capacity(self.0.id) * self.granule().0;
+        Error::WeightBudget {
+            needed: Bytes(page_count as u64 * self.granule().0),
+            limit: stats
+                .weights_limit
+                .min(Bytes(capacity.max(stats.resident.0))),
+        }
     }
 
     fn pin_pages(

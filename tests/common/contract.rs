@@ -3,6 +3,8 @@
 //! A rule leaves the device as empty as it found it, so that dropping it checks that nothing leaks.
 //! To hold another device to them, add a line to `tests/device_contract.rs`.
 
+use std::sync::Arc;
+
 use memory_compiler::device::{Call, Device, PageId, StreamId};
 use memory_compiler::units::{Address, Bytes};
 
@@ -36,6 +38,7 @@ macro_rules! hold_to_the_contract {
             a_fence_is_waited_for_once,
             free_memory_is_no_more_than_all_of_it,
             a_trimmed_pool_takes_nothing_that_is_alive,
+            an_enqueued_copy_is_there_when_the_device_was_waited_for,
         );
     };
     (@ $name:ident, $device:expr, $at_the_end:expr; $($rule:ident),+ $(,)?) => {
@@ -382,4 +385,29 @@ pub fn free_memory_is_no_more_than_all_of_it(device: &dyn Device) {
         Bytes::ZERO < info.free && info.free <= info.total,
         "{info:?}"
     );
+}
+
+pub fn an_enqueued_copy_is_there_when_the_device_was_waited_for(device: &dyn Device) {
+    let row = Row::new(device, 3, 2);
+    let size = times(row.granule, 2);
+    let mut image = device.host_memory(size).unwrap();
+    assert_eq!(image.size(), size);
+    for (byte, number) in image.bytes_mut().iter_mut().zip(0_u64..) {
+        *byte = (number / 7) as u8;
+    }
+    let image = Arc::new(image);
+    let stream = device.copy_stream().unwrap();
+    assert_eq!(device.copy_stream().unwrap(), stream);
+    let half = Bytes(row.granule.0 / 2);
+    let copy = |at, offset, size| device.enqueue_copy(stream, at, &image, offset, size);
+    copy(row.at(0), half, row.granule).unwrap();
+    let arrived = device.fence(stream).unwrap();
+    device.wait(StreamId(1), arrived).unwrap();
+    device.synchronise().unwrap();
+    let seen = read(device, row.at(0), row.granule.0 as usize);
+    assert!(seen == image.bytes()[half.0 as usize..][..seen.len()]);
+    // More than there is in the image.
+    assert_invalid(Call::Write, copy(row.at(0), size, Bytes(1)));
+    drop(image);
+    row.give_back(2);
 }

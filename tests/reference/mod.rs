@@ -14,6 +14,7 @@ pub mod faulty;
 mod memory;
 pub mod pair;
 pub mod program;
+pub mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};
 

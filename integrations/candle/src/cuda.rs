@@ -1,12 +1,14 @@
 //! Candle's GPU devices.
 
-use candle_core::{CudaDevice, Result};
+use candle_core::CudaDevice;
 use memory_compiler::device::StreamId;
-use memory_compiler::{Compiler, hook};
 
-/// A compiler for the GPU and the stream of a Candle device.
-pub(crate) fn compiler(device: &CudaDevice, options: memory_compiler::Options) -> Result<Compiler> {
-    let stream = device.cuda_stream();
-    let handle = StreamId(stream.cu_stream().addr() as u64);
-    hook::cuda::compiler(stream.context().ordinal(), handle, options).map_err(crate::wrap)
+/// The GPU's number.
+pub(crate) fn ordinal(device: &CudaDevice) -> usize {
+    device.cuda_stream().context().ordinal()
+}
+
+/// The stream on which a Candle device works and allocates.
+pub(crate) fn stream(device: &CudaDevice) -> StreamId {
+    StreamId(device.cuda_stream().cu_stream().addr() as u64)
 }

@@ -35,7 +35,10 @@ mod paged;
 
 pub use paged::{Paged, PagedStats};
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Result, Tensor};
+use memory_compiler::pager::Pager;
 use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -96,25 +99,68 @@ pub fn compiler(device: &Device) -> Result<Memory> {
 /// messages are the lines to add), `Option` for an option that cannot
 /// work, `Device` when the system refuses. A device other than the CPU is refused in words.
 pub fn compiler_with(device: &Device, options: &Options) -> Result<Memory> {
-    let core = memory_compiler::Options {
+    let memory = open(device, options)?;
+    let compiler = Compiler::new(memory, core_options(options, options.budget)).map_err(wrap)?;
+    Memory::new(device, compiler)
+}
+
+/// A pager for weights on `device`, to be shared with a compiler ([`compiler_sharing`]): together they own at
+/// most `options.budget`, and weights at most `weights` of it.
+///
+/// # Errors
+/// As [`compiler_with`].
+pub fn pager(device: &Device, options: &Options, weights: Option<Bytes>) -> Result<Pager> {
+    Pager::with_limit(open(device, options)?, options.budget, weights).map_err(wrap)
+}
+
+/// A compiler whose steps share the budget of `pager`: recording one evicts weights if it must. The budget
+/// and the page are the pager's, whatever `options` say.
+///
+/// # Errors
+/// As [`compiler_with`]; the pager must be one for this device.
+pub fn compiler_sharing(device: &Device, options: &Options, pager: &Pager) -> Result<Memory> {
+    check_pager(pager, device)?;
+    let compiler = Compiler::with_pager(pager, core_options(options, None)).map_err(wrap)?;
+    Memory::new(device, compiler)
+}
+
+/// Whether a pager manages the memory under a device.
+fn check_pager(pager: &Pager, device: &Device) -> Result<()> {
+    let memory = pager.device();
+    let is_same = match device {
+        Device::Cpu => memory.is_host_memory(),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => memory.gpu().is_some_and(|gpu| {
+            gpu.context == device.cuda_stream().context().cu_ctx().addr() as u64
+        }),
+        _ => false,
+    };
+    if !is_same {
+        candle_core::bail!(
+            "the pager is one of another device than {:?}",
+            device.location()
+        );
+    }
+    Ok(())
+}
+
+fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Options {
+    memory_compiler::Options {
         strict: options.strict,
-        budget: options.budget,
+        budget,
         threshold: options.threshold,
         address_space: options.address_space,
         compile_after: options.compile_after,
         ..memory_compiler::Options::default()
-    };
+    }
+}
+
+/// The memory under a device of Candle's, where the hook for it is part of the program.
+fn open(device: &Device, options: &Options) -> Result<Arc<dyn memory_compiler::device::Device>> {
     match device {
-        Device::Cpu => {
-            warm_up(device)?;
-            Ok(Memory {
-                compiler: hook::host::compiler(options.granule, core).map_err(wrap)?,
-            })
-        }
+        Device::Cpu => Ok(hook::host::device(options.granule).map_err(wrap)?),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => Ok(Memory {
-            compiler: cuda::compiler(device, core)?,
-        }),
+        Device::Cuda(device) => Ok(hook::cuda::device(cuda::ordinal(device)).map_err(wrap)?),
         _ => candle_core::bail!(
             "this build of memory-compiler-candle serves Device::Cpu{}, not {:?}",
             if cfg!(feature = "cuda") {
@@ -151,7 +197,26 @@ impl From<Error> for StepError {
     }
 }
 
+/// Why the hook refused work on weights, which the driver's code could not say.
+fn refused() -> Option<Error> {
+    #[cfg(feature = "cuda")]
+    return hook::uses::take_error();
+    #[cfg(not(feature = "cuda"))]
+    None
+}
+
 impl Memory {
+    fn new(device: &Device, compiler: Compiler) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(device) = device {
+            let mut compiler = compiler;
+            compiler.use_stream(cuda::stream(device)).map_err(wrap)?;
+            return Ok(Self { compiler });
+        }
+        warm_up(device)?;
+        Ok(Self { compiler })
+    }
+
     /// Runs `f` as the step named `step`; [`Compiler::step`].
     ///
     /// # Errors
@@ -170,7 +235,7 @@ impl Memory {
             .step_named(name, || f().map_err(StepError::Candle));
         result.map_err(|error| match error {
             StepError::Compiler(error) => wrap(error),
-            StepError::Candle(error) => error,
+            StepError::Candle(error) => refused().map_or(error, wrap),
         })
     }
 

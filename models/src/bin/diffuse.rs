@@ -7,14 +7,15 @@ use candle_core::{DType, Device, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
 use memory_compiler::{Bytes, hook::host::ScopedAllocator};
-use memory_compiler_candle::{Options, Paged, PagedStats};
+use memory_compiler_candle::{Options, Paged, PagedStats, pager};
 use memory_compiler_models::{
     Denoiser, Error, ModelKind, Result,
     compiled::Compiled,
+    parse_bytes,
     run::{GuidanceMode, Job, Plain, Stepper, sample},
     sampler::Method,
     sheet,
-    weights::{Source, load_on, load_paged},
+    weights::{self, Source, load_on, load_paged},
 };
 use std::{
     path::{Path, PathBuf},
@@ -27,6 +28,9 @@ static MEMORY: ScopedAllocator = ScopedAllocator::new();
 
 #[cfg(feature = "cuda")]
 memory_compiler::interpose_cuda!();
+
+#[cfg(feature = "cuda")]
+memory_compiler::page_cuda_weights!();
 
 /// Draws handwritten digits with a small diffusion model and writes them as one sheet.
 #[derive(Debug, Parser)]
@@ -102,12 +106,16 @@ struct Memory {
 }
 
 impl Memory {
-    fn options(&self) -> Options {
+    fn options(&self, device: &Device) -> Options {
         let defaults = Options::default();
+        let granule = match self.weight_budget {
+            Some(_) if device.is_cpu() => weights::GRANULE,
+            _ => defaults.granule,
+        };
         Options {
             strict: self.strict,
             budget: self.budget.map(Bytes),
-            granule: self.granule.map_or(defaults.granule, Bytes),
+            granule: self.granule.map_or(granule, Bytes),
             threshold: self.threshold.map_or(defaults.threshold, Bytes),
             ..defaults
         }
@@ -122,7 +130,7 @@ impl Memory {
             threshold,
             address_space,
             compile_after,
-        } = self.options();
+        } = self.options(&Device::Cpu);
         memory_compiler_burn::Options {
             strict,
             budget,
@@ -222,14 +230,14 @@ fn draw(arguments: &Arguments) -> Result<()> {
         return draw_with_burn(arguments, &job, source);
     }
     let device = arguments.device.open()?;
-    let (model, paged) = match arguments.memory.weight_budget {
-        Some(_) if !device.is_cpu() => {
-            return Err(Error::Setting(
-                "weights are paged on the CPU only: --weight-budget needs --device cpu".into(),
-            ));
-        }
-        Some(budget) => {
-            let (model, paged) = load_paged(arguments.model, source, Bytes(budget))?;
+    let options = arguments.memory.options(&device);
+    let pager = match arguments.memory.weight_budget {
+        Some(budget) => Some(pager(&device, &options, Some(Bytes(budget)))?),
+        None => None,
+    };
+    let (model, paged) = match &pager {
+        Some(pager) => {
+            let (model, paged) = load_paged(arguments.model, source, &device, pager)?;
             (model, Some(paged))
         }
         None => (load_on(arguments.model, source, &device)?, None),
@@ -237,9 +245,10 @@ fn draw(arguments: &Arguments) -> Result<()> {
     let loaded = paged.as_ref().map(Paged::stats);
     sheet::check_writable(&arguments.out)?;
 
-    let mut compiled = match arguments.memory.no_compile {
-        true => None,
-        false => Some(Compiled::on(&device, &arguments.memory.options())?),
+    let mut compiled = match (arguments.memory.no_compile, &pager) {
+        (true, _) => None,
+        (false, Some(pager)) => Some(Compiled::sharing(&device, &options, pager)?),
+        (false, None) => Some(Compiled::on(&device, &options)?),
     };
     if !device.is_cpu() {
         // The first call of each kernel loads it, and cuBLAS takes its workspace: nothing of a step.
@@ -338,17 +347,19 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
 /// What the weights did between loading and the end of sampling.
 fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
     let copied = ran.copied.0 - loaded.copied.0;
+    let waited = (ran.waited - loaded.waited).as_secs_f64() * 1e3;
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
-        "weights", "budget", "resident", "evicted", "copied a step", "past budget"
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>15} {:>12}",
+        "weights", "budget", "resident", "evicted", "copied a step", "waited a step", "past budget"
     );
     println!(
-        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12}",
+        "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12.2} ms {:>12}",
         ran.weights,
-        ran.pager.limit,
-        ran.pager.resident,
-        ran.weights.saturating_sub(ran.pager.resident),
+        ran.pager.weights_limit,
+        ran.resident,
+        ran.weights.saturating_sub(ran.resident),
         Bytes(copied / calls.max(1)),
+        waited / calls.max(1) as f64,
         ran.pager.beyond_peak,
     );
 }
@@ -474,20 +485,4 @@ fn parse_device(text: &str) -> std::result::Result<Place, String> {
     number
         .map(Place::Cuda)
         .ok_or_else(|| "a device is cpu, cuda or cuda:N".into())
-}
-
-/// A number of bytes, with an optional `K`, `KiB`, `M`, `MiB`, `G` or `GiB` behind it.
-fn parse_bytes(text: &str) -> std::result::Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let unit = match text[digits.len()..].trim() {
-        "" | "B" => 1,
-        "K" | "KiB" => 1 << 10,
-        "M" | "MiB" => 1 << 20,
-        "G" | "GiB" => 1 << 30,
-        _ => 0u64,
-    };
-    match digits.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
-        Some(bytes) if bytes > 0 => Ok(bytes),
-        _ => Err("sizes look like 65536, 64KiB or 2MiB".into()),
-    }
 }

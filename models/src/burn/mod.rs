@@ -16,7 +16,6 @@ pub mod unet;
 
 use std::fmt::Debug;
 
-use burn::module::Module;
 use burn::store::{
     FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore,
 };
@@ -31,6 +30,10 @@ use crate::{Error, ModelKind, Result};
 
 /// One of the two networks.
 #[derive(Clone, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a program has one, and never moves it"
+)]
 pub enum Network {
     /// The UNet.
     Unet(unet::UNet),
@@ -77,10 +80,7 @@ impl Network {
 
 /// Fills a network's parameters from the bytes of a safetensors file: half precision becomes single, and
 /// what Burn stores otherwise than others is turned around.
-fn fill(
-    network: &mut (impl Module + ModuleSnapshot),
-    bytes: Vec<u8>,
-) -> std::result::Result<(), String> {
+fn fill(network: &mut impl ModuleSnapshot, bytes: Vec<u8>) -> std::result::Result<(), String> {
     let adapter = PyTorchToBurnAdapter.chain(FloatCastAdapter::to(DType::F32));
     let mut store = SafetensorsStore::from_bytes(Some(bytes)).with_from_adapter(adapter);
     let filled = network.load_from(&mut store);

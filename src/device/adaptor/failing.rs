@@ -2,10 +2,13 @@
 //!
 //! May import: `device`, `units`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::lock;
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Fails a chosen call with a chosen error; the failed call never reaches upstream.
@@ -247,5 +250,34 @@ unsafe impl<D: Device> Device for Failing<D> {
 
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
         self.unless_planned(Call::Fill, |d| d.fill(at, size, value))
+    }
+
+    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
+        self.upstream.host_memory(size)
+    }
+
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        self.upstream.moment(stream)
+    }
+
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        self.upstream.elapsed(from, to)
+    }
+
+    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
+        self.upstream.copy_stream()
+    }
+
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        self.unless_planned(Call::Write, |d| {
+            d.enqueue_copy(stream, at, from, offset, size)
+        })
     }
 }

@@ -2,10 +2,13 @@
 //!
 //! May import: `device`, `units`.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::{forward, lock};
-use crate::device::{Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{
+    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Lets at most so many bytes of physical pages be alive.
@@ -46,7 +49,8 @@ impl<D: Device> Limiting<D> {
 unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
         granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
-        synchronise, fence, wait, is_capturing, trim_pool, write, read, fill);
+        synchronise, fence, wait, is_capturing, trim_pool, write, read, fill, host_memory, copy_stream,
+        enqueue_copy, moment, elapsed);
 
     /// Beyond the limit [`OutOfMemory`](DeviceError::OutOfMemory), with the numbers of the limit.
     fn create(&self) -> Result<PageId, DeviceError> {

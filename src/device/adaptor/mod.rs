@@ -28,8 +28,11 @@ pub use limiting::Limiting;
 pub use streams::{Streams, Work};
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use super::{Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use super::{
+    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Implements the named methods of [`Device`] by calling them on an upstream: `forward!(self =>
@@ -93,6 +96,23 @@ macro_rules! forward {
     (@ fill $self:ident $upstream:expr) => {
         forward!(@@ fill(at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ host_memory $self:ident $upstream:expr) => {
+        forward!(@@ host_memory(size: Bytes) -> Result<HostMemory, DeviceError>, $self $upstream);
+    };
+    (@ moment $self:ident $upstream:expr) => {
+        forward!(@@ moment(stream: StreamId) -> Result<Moment, DeviceError>, $self $upstream);
+    };
+    (@ elapsed $self:ident $upstream:expr) => {
+        forward!(@@ elapsed(from: Moment, to: Moment) -> Result<Duration, DeviceError>, $self $upstream);
+    };
+    (@ copy_stream $self:ident $upstream:expr) => {
+        forward!(@@ copy_stream() -> Result<StreamId, DeviceError>, $self $upstream);
+    };
+    (@ enqueue_copy $self:ident $upstream:expr) => {
+        forward!(@@ enqueue_copy(
+            stream: StreamId, at: Address, from: &Arc<HostMemory>, offset: Bytes, size: Bytes
+        ) -> Result<(), DeviceError>, $self $upstream);
+    };
     (@@ $method:ident($($name:ident: $kind:ty),*) -> $result:ty, $self:ident $upstream:expr) => {
         fn $method(&$self, $($name: $kind),*) -> $result {
             $upstream.$method($($name),*)
@@ -105,7 +125,8 @@ use forward;
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, is_capturing, trim_pool, memory, write, read, fill);
+        synchronise, fence, wait, is_capturing, trim_pool, memory, write, read, fill, host_memory,
+        copy_stream, enqueue_copy, moment, elapsed);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

@@ -11,18 +11,21 @@
 //! May import: `device`, `units`.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use super::{forward, lock};
-use crate::device::{Call, Device, DeviceError, Fence, GpuIdentity, MemoryInfo, PageId, StreamId};
+use crate::device::{
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, OUTSIDE, PageId,
+    StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Simulated streams over a device: work is enqueued, and runs in an order that a seed decides.
 ///
 /// A test that frees a buffer while work of another stream is still enqueued proves with it that the
 /// buffer is not overwritten early: every seed is another legal order, and each read tells what it
-/// saw. Only [`enqueue_read`](Streams::enqueue_read) and [`enqueue_write`](Streams::enqueue_write)
-/// are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
+/// saw. Only [`enqueue_read`](Streams::enqueue_read), [`enqueue_write`](Streams::enqueue_write) and
+/// [`Device::enqueue_copy`] are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
 /// Work whose memory is gone by the time it runs has failed, which its result says.
 #[derive(Debug)]
 pub struct Streams<D> {
@@ -235,7 +238,8 @@ fn split_mix(state: &mut u64) -> u64 {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill);
+        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill,
+        host_memory);
 
     fn is_capturing(&self, stream: StreamId) -> bool {
         lock(&self.queues).capturing.contains(&stream.0) || self.upstream.is_capturing(stream)
@@ -285,6 +289,20 @@ unsafe impl<D: Device> Device for Streams<D> {
             .or_default()
             .items
             .push_back(Item::Wait(point));
+        Ok(())
+    }
+
+    /// The copy runs when its turn on the stream comes.
+    fn enqueue_copy(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &Arc<HostMemory>,
+        offset: Bytes,
+        size: Bytes,
+    ) -> Result<(), DeviceError> {
+        let bytes = from.part(offset, size).ok_or(OUTSIDE)?;
+        self.enqueue_write(stream, at, bytes);
         Ok(())
     }
 }

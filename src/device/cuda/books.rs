@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use super::super::{Call, DeviceError, PageId};
+use super::super::{Call, DeviceError, PageId, StreamId};
 use super::driver::{Event, Handle};
 use crate::units::{Address, Bytes};
 
@@ -24,6 +24,10 @@ pub(super) struct Books {
     /// Fences issued and not yet waited for.
     pub fences: BTreeMap<u64, Event>,
     next_fence: u64,
+    /// Moments whose time was not asked for yet; numbered with the fences.
+    pub moments: BTreeMap<u64, Event>,
+    /// The stream for copies, once somebody asked for it.
+    pub copy_stream: Option<StreamId>,
 }
 
 /// A granule of a range with a page under it.
@@ -160,6 +164,13 @@ impl Books {
             .get_mut(&place.page)
             .expect("a mapped page lives")
             .place_count -= 1;
+    }
+
+    pub fn add_moment(&mut self, event: Event) -> u64 {
+        let moment = self.next_fence;
+        self.next_fence += 1;
+        self.moments.insert(moment, event);
+        moment
     }
 
     pub fn add_fence(&mut self, event: Event) -> u64 {

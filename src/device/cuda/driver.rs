@@ -9,6 +9,8 @@
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult};
 
@@ -30,6 +32,45 @@ pub(super) struct Gpu {
     context: usize,
 }
 
+/// Memory of the host that stays where it is, so that the GPU reads it without the CPU's help.
+pub(in crate::device) struct Locked {
+    gpu: Gpu,
+    at: ptr::NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the memory is this value's alone, and the driver's calls may be made on any thread.
+unsafe impl Send for Locked {}
+// SAFETY: shared, it is only read.
+unsafe impl Sync for Locked {}
+
+impl Locked {
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the driver allocated `len` bytes here, which live as long as `self`; writing needs
+        // `&mut self`, and the GPU only reads.
+        unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.len) }
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above; `&mut self` keeps every other reader out, and copies are enqueued only from
+        // what is shared already.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        let Ok(_current) = self.gpu.enter(Call::Write) else {
+            // Without a context no copy can be waited for: the memory stays.
+            return;
+        };
+        if self.gpu.synchronise().is_ok() {
+            // SAFETY: allocated by `lock_host_memory`, and no copy from it runs any more.
+            let _ = unsafe { sys::cuMemFreeHost(self.at.as_ptr().cast()) };
+        }
+    }
+}
+
 /// What a return code means; `OUT_OF_MEMORY` gets its numbers from the caller.
 fn check(call: Call, code: CUresult) -> Result<(), DeviceError> {
     match code {
@@ -49,6 +90,31 @@ fn check(call: Call, code: CUresult) -> Result<(), DeviceError> {
             code: code as i32,
         }),
     }
+}
+
+type ElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> u32;
+
+/// The driver's call for the time between events: headers of CUDA name it differently, the driver has both.
+fn elapsed_time() -> Option<ElapsedTime> {
+    static FOUND: OnceLock<Option<ElapsedTime>> = OnceLock::new();
+    #[cfg(unix)]
+    fn find() -> Option<ElapsedTime> {
+        // SAFETY: the name is a C string; the library is the driver's, which is loaded already.
+        let library =
+            unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            return None;
+        }
+        // SAFETY: the library is open and stays so; the name is a C string.
+        let found = unsafe { libc::dlsym(library, c"cuEventElapsedTime".as_ptr()) };
+        // SAFETY: null becomes `None`; else it is the function of this signature in cuda.h.
+        unsafe { std::mem::transmute::<*mut c_void, Option<ElapsedTime>>(found) }
+    }
+    #[cfg(not(unix))]
+    fn find() -> Option<ElapsedTime> {
+        None
+    }
+    *FOUND.get_or_init(find)
 }
 
 /// Whether the driver's library can be loaded. cudarc panics without it.
@@ -274,11 +340,46 @@ impl Gpu {
     }
 
     pub fn record(&self, stream: StreamId) -> Result<Event, DeviceError> {
-        let timing_disabled = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        self.record_with(stream, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that takes the time.
+    pub fn record_time(&self, stream: StreamId) -> Result<Event, DeviceError> {
+        self.record_with(stream, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// The time between two events of [`record_time`](Self::record_time), which it waits for.
+    pub fn elapsed(&self, from: Event, to: Event) -> Result<Duration, DeviceError> {
+        let raw = |event: Event| ptr::with_exposed_provenance_mut(event.0);
+        // SAFETY: the books know that the event lives.
+        check(Call::Fence, unsafe { sys::cuEventSynchronize(raw(to)) })?;
+        let mut milliseconds = 0_f32;
+        let Some(elapsed_time) = elapsed_time() else {
+            return Err(DeviceError::Invalid {
+                call: Call::Fence,
+                reason: "this driver takes no time",
+            });
+        };
+        // SAFETY: both live and are done, the second by the call above and the first before it.
+        let code = unsafe { elapsed_time(&raw mut milliseconds, raw(from), raw(to)) };
+        if code != 0 {
+            return Err(DeviceError::Driver {
+                call: Call::Fence,
+                code: code.cast_signed(),
+            });
+        }
+        Ok(Duration::from_secs_f32(milliseconds.max(0.0) / 1e3))
+    }
+
+    fn record_with(
+        &self,
+        stream: StreamId,
+        flags: sys::CUevent_flags,
+    ) -> Result<Event, DeviceError> {
         let mut event = ptr::null_mut();
         // SAFETY: `event` is writable; the caller has entered the context.
         check(Call::Fence, unsafe {
-            sys::cuEventCreate(&raw mut event, timing_disabled)
+            sys::cuEventCreate(&raw mut event, flags as u32)
         })?;
         // SAFETY: the event is new. The stream is the caller's: a handle of this context, or 0, 1, 2.
         let recorded = check(Call::Fence, unsafe {
@@ -311,6 +412,59 @@ impl Gpu {
     pub fn destroy(&self, event: Event) {
         // SAFETY: the event lives and nobody else has it; the driver keeps it until waits for it end.
         let _ = unsafe { sys::cuEventDestroy_v2(ptr::with_exposed_provenance_mut(event.0)) };
+    }
+
+    /// A stream whose work runs beside that of all others.
+    pub fn new_stream(&self) -> Result<StreamId, DeviceError> {
+        let beside = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let mut stream = ptr::null_mut();
+        // SAFETY: `stream` is writable; the caller has entered the context.
+        check(Call::Write, unsafe {
+            sys::cuStreamCreate(&raw mut stream, beside)
+        })?;
+        Ok(StreamId(stream.expose_provenance() as u64))
+    }
+
+    pub fn destroy_stream(&self, stream: StreamId) {
+        // SAFETY: made by `new_stream` and not destroyed since; what is enqueued there still runs.
+        let _ = unsafe { sys::cuStreamDestroy_v2(raw(stream)) };
+    }
+
+    /// Page-locked memory of the host; `self` becomes its owner, with a context of its own retained.
+    pub fn lock_host_memory(self, size: Bytes) -> Result<Locked, DeviceError> {
+        const PORTABLE: u32 = 1;
+        let mut at = ptr::null_mut();
+        {
+            let _current = self.enter(Call::Write)?;
+            // SAFETY: `at` is writable; the context is entered.
+            check(Call::Write, unsafe {
+                sys::cuMemHostAlloc(&raw mut at, size.0 as usize, PORTABLE)
+            })?;
+        }
+        let at = ptr::NonNull::new(at.cast()).ok_or(DeviceError::Invalid {
+            call: Call::Write,
+            reason: "no bytes are no host memory",
+        })?;
+        Ok(Locked {
+            gpu: self,
+            at,
+            len: size.0 as usize,
+        })
+    }
+
+    /// Enqueues a copy. `from` stays as it is until it is done.
+    pub fn enqueue_write(
+        &self,
+        stream: StreamId,
+        at: Address,
+        from: &[u8],
+    ) -> Result<(), DeviceError> {
+        let bytes: *const c_void = from.as_ptr().cast();
+        // SAFETY: the books know that the place is mapped and allowed; the source is a `HostMemory`, which
+        // is shared and so not written to, and whose drop waits for the device.
+        check(Call::Write, unsafe {
+            sys::cuMemcpyHtoDAsync_v2(at.0, bytes, from.len(), raw(stream))
+        })
     }
 
     pub fn memory(&self) -> Result<MemoryInfo, DeviceError> {

@@ -4,6 +4,7 @@
 mod fixed;
 mod measure;
 mod networks;
+mod paged;
 mod random;
 
 use std::process::ExitCode;
@@ -14,8 +15,11 @@ use clap::{Parser, ValueEnum};
 use memory_compiler::device::Cuda;
 use memory_compiler::{Bytes, hook};
 
+memory_compiler::page_cuda_weights!();
+
 use measure::{Allocator, Bench, Facts, Pace, Subject, summary};
 use networks::{Job, Model};
+use random::weights;
 
 /// Measures a model of candle-transformers on a GPU, with random weights.
 #[derive(Debug, Parser)]
@@ -51,6 +55,12 @@ struct Arguments {
     /// Which GPU.
     #[arg(long, default_value_t = 0)]
     device: usize,
+    /// Keep at most this much of the weights in memory: a table with a line for each of these (4GiB,30%).
+    #[arg(long, value_name = "BYTES|%", value_delimiter = ',', value_parser = paged::Limit::parse)]
+    weight_budget: Vec<paged::Limit>,
+    /// With a weight budget: run this model on the same budget afterwards, then the first one again.
+    #[arg(long, value_enum)]
+    then: Option<Model>,
     /// No line of titles.
     #[arg(long)]
     bare: bool,
@@ -107,8 +117,22 @@ fn run(arguments: &Arguments) -> Result<bool> {
         batch,
         dtype,
     };
+    if !arguments.weight_budget.is_empty() {
+        let plan = paged::Plan {
+            job,
+            limits: arguments.weight_budget.clone(),
+            steps: arguments.steps,
+            then: arguments.then.map(|model| Job {
+                model,
+                batch: model.usual_batch(),
+                dtype: model.usual_dtype(),
+                ..job
+            }),
+        };
+        return paged::table(&plan, &device, &gpu);
+    }
     device.set_seed(1)?;
-    let network = networks::build(job, &device)?;
+    let network = networks::build(job, &device, weights(job, &device))?;
     let bench = Bench { device, gpu };
     bench.warm(&network)?;
     let (allocators, paces): (&[Allocator], &[Pace]) = if arguments.compare {

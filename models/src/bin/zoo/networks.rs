@@ -1,6 +1,7 @@
 //! The models, as candle-transformers publishes them, each with the inputs of one step.
 
 use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
 use candle_transformers::models::flux::{self, WithForward as _};
 use candle_transformers::models::stable_diffusion::unet_2d::{
     BlockConfig, UNet2DConditionModel, UNet2DConditionModelConfig,
@@ -8,8 +9,6 @@ use candle_transformers::models::stable_diffusion::unet_2d::{
 use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
 use candle_transformers::models::{mmdit, z_image};
 use clap::ValueEnum;
-
-use crate::random::weights;
 
 /// A model of candle-transformers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -71,8 +70,8 @@ pub struct Job {
 /// One step of a model, to be run again and again.
 pub type Network = Box<dyn Fn() -> Result<Tensor>>;
 
-/// Draws the weights and the inputs of a job.
-pub fn build(job: Job, device: &Device) -> Result<Network> {
+/// Takes the weights of a job from `vb` and draws its inputs.
+pub fn build(job: Job, device: &Device, vb: VarBuilder) -> Result<Network> {
     let Job {
         model,
         width,
@@ -84,7 +83,6 @@ pub fn build(job: Job, device: &Device) -> Result<Network> {
         Tensor::randn(0f32, 1f32, shape, device)?.to_dtype(dtype)
     };
     let (rows, columns) = (height / 8, width / 8);
-    let vb = weights(dtype, device, model == Model::Sd35);
     Ok(match model {
         Model::Sd15 | Model::Sdxl => {
             let config = unet(model);

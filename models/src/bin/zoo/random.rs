@@ -3,6 +3,8 @@
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
 
+use crate::networks::{Job, Model};
+
 /// Draws each tensor when it is asked for, scaled so that values neither vanish nor overflow in half
 /// precision.
 struct Random {
@@ -45,10 +47,10 @@ impl SimpleBackend for Random {
     }
 }
 
-/// Random weights of `dtype` on `device`.
-pub fn weights(dtype: DType, device: &Device, has_second_attention: bool) -> VarBuilder<'static> {
+/// Random weights for a job on `device`.
+pub fn weights(job: Job, device: &Device) -> VarBuilder<'static> {
     let random = Random {
-        has_second_attention,
+        has_second_attention: job.model == Model::Sd35,
     };
-    VarBuilder::from_backend(Box::new(random), dtype, device.clone())
+    VarBuilder::from_backend(Box::new(random), job.dtype, device.clone())
 }

@@ -1,0 +1,226 @@
+//! Weights that come and go on the CPU: number formats, shards, and what is said of files that are not right.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Result, Tensor};
+use memory_compiler::hook::host::ScopedAllocator;
+use memory_compiler::pager::Pager;
+use memory_compiler::{Bytes, scope};
+use memory_compiler_candle::{Options, Paged, compiler_sharing, pager};
+
+#[global_allocator]
+static MEMORY: ScopedAllocator = ScopedAllocator::new();
+
+const CPU: Device = Device::Cpu;
+const SIDE: usize = 96;
+
+/// A folder that goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Self {
+        let name = format!("memory-compiler-{}-{name}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What is left of a test is no failure of it.
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+fn draw(names: &[&str], dtype: DType) -> HashMap<String, Tensor> {
+    let draw = |name: &&str| {
+        let drawn = Tensor::randn(0f32, 1f32, (SIDE, SIDE), &CPU).unwrap();
+        ((*name).to_owned(), drawn.to_dtype(dtype).unwrap())
+    };
+    names.iter().map(draw).collect()
+}
+
+fn within(limit: Bytes) -> Pager {
+    let options = Options {
+        granule: Bytes::kib(16),
+        ..Options::default()
+    };
+    pager(&CPU, &options, Some(limit)).unwrap()
+}
+
+/// Opens files of which nobody else knows.
+fn open(pager: &Pager, paths: &[&Path], dtype: DType) -> Result<Paged> {
+    // SAFETY: the tests read a weight in its scope, and leave the files alone.
+    unsafe { Paged::open(pager, &CPU, paths, dtype) }
+}
+
+fn bits(tensor: &Tensor) -> Vec<u64> {
+    let values = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
+    let values = values.to_vec1::<f64>().unwrap();
+    values.into_iter().map(f64::to_bits).collect()
+}
+
+#[test]
+fn every_format_is_converted_as_candle_converts_it() {
+    let folder = Folder::new("formats");
+    let formats = [DType::F16, DType::BF16, DType::F32, DType::F64];
+    for stored in formats {
+        let path = folder.file(&format!("{stored:?}.safetensors"));
+        let names = ["a.weight", "b.weight", "c.weight"];
+        let tensors = draw(&names, stored);
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        for dtype in formats {
+            let one = Bytes((SIDE * SIDE * dtype.size_in_bytes()) as u64);
+            let pager = within(Bytes(one.0 + (32 << 10)));
+            let paged = open(&pager, &[&path], dtype).unwrap();
+            let vb = paged.var_builder();
+            let get = |name: &&str| vb.get((SIDE, SIDE), name).unwrap();
+            let weights: Vec<Tensor> = names.iter().map(get).collect();
+            for _ in 0..2 {
+                for (name, weight) in names.iter().zip(&weights) {
+                    let _scope = scope(name.trim_end_matches(".weight"));
+                    let truth = tensors[*name].to_dtype(dtype).unwrap();
+                    assert!(bits(weight) == bits(&truth), "{stored:?} as {dtype:?}");
+                }
+            }
+            let stats = paged.stats();
+            assert!(stats.copied.0 > 3 * one.0, "they came back: {stats:?}");
+            assert!(stats.resident <= stats.pager.weights_limit);
+        }
+    }
+}
+
+#[test]
+fn shards_are_found_by_their_index() {
+    let folder = Folder::new("shards");
+    let (first, second) = (
+        draw(&["a.weight"], DType::F32),
+        draw(&["b.weight"], DType::F32),
+    );
+    for (name, tensors) in [("1.safetensors", &first), ("2.safetensors", &second)] {
+        candle_core::safetensors::save(tensors, folder.file(name)).unwrap();
+    }
+    let index = folder.file("model.safetensors.index.json");
+    let map = r#"{"weight_map": {"a.weight": "1.safetensors", "b.weight": "2.safetensors"}}"#;
+    std::fs::write(&index, map).unwrap();
+    let pager = within(Bytes::mib(1));
+    let paged = open(&pager, &[&index], DType::F32).unwrap();
+    for (name, tensors) in [("a", &first), ("b", &second)] {
+        let full = format!("{name}.weight");
+        let weight = paged.var_builder().get((SIDE, SIDE), &full).unwrap();
+        let _scope = scope(name);
+        assert!(bits(&weight) == bits(&tensors[&full]));
+    }
+    std::fs::remove_file(folder.file("2.safetensors")).unwrap();
+    let error = open(&pager, &[&index], DType::F32).unwrap_err().to_string();
+    assert!(error.contains("2.safetensors"), "{error}");
+    for (text, reason) in [
+        ("{", "EOF"),
+        ("{}", "no weight_map"),
+        (r#"{"weight_map": {"a": 1}}"#, "a shard is not a name"),
+    ] {
+        std::fs::write(&index, text).unwrap();
+        let error = open(&pager, &[&index], DType::F32).unwrap_err().to_string();
+        let named = error.contains("model.safetensors.index.json") && error.contains(reason);
+        assert!(named, "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
+    let folder = Folder::new("damage");
+    let path = folder.file("whole.safetensors");
+    candle_core::safetensors::save(&draw(&["a.weight"], DType::F32), &path).unwrap();
+    let whole = std::fs::read(&path).unwrap();
+    let mut damaged = whole.clone();
+    damaged[8] = b'#';
+    let cases: [(&str, &[u8]); 5] = [
+        ("short", &whole[..whole.len() - 1]),
+        ("header", &whole[..20]),
+        ("nothing", &[]),
+        ("damaged", &damaged),
+        ("huge", &[0xff; 64]),
+    ];
+    let pager = within(Bytes::mib(1));
+    for (name, bytes) in cases {
+        let file = folder.file(&format!("{name}.safetensors"));
+        std::fs::write(&file, bytes).unwrap();
+        let error = open(&pager, &[&file], DType::F32).unwrap_err().to_string();
+        let (file, reason) = error.split_once(": ").expect("a file and a reason");
+        assert!(file.contains(name) && !reason.is_empty(), "{error}");
+    }
+    let paged = open(&pager, &[&path], DType::F32).unwrap();
+    let vb = paged.var_builder();
+    let missing = vb.get((SIDE, SIDE), "b.weight").unwrap_err().to_string();
+    assert!(missing.contains("b.weight"), "{missing}");
+    let misshapen = vb.get((2, 2), "a.weight").unwrap_err().to_string();
+    assert!(misshapen.contains("a.weight"), "{misshapen}");
+    let other = vb.get_with_hints_dtype((SIDE, SIDE), "a.weight", Default::default(), DType::F16);
+    let other = other.unwrap_err().to_string();
+    assert!(other.contains("a.weight"), "{other}");
+}
+
+#[test]
+fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
+    let folder = Folder::new("budget");
+    let path = folder.file("model.safetensors");
+    let names = ["a.weight", "b.weight", "c.weight", "d.weight"];
+    candle_core::safetensors::save(&draw(&names, DType::F32), &path).unwrap();
+    let one = Bytes::kib(48);
+    let options = Options {
+        granule: Bytes::kib(16),
+        budget: Some(Bytes(6 * one.0)),
+        ..Options::default()
+    };
+    let pager = pager(&CPU, &options, None).unwrap();
+    let paged = open(&pager, &[&path], DType::F32).unwrap();
+    let vb = paged.var_builder();
+    let get = |name: &&str| vb.get((SIDE, SIDE), name).unwrap();
+    let weights: Vec<Tensor> = names.iter().map(get).collect();
+    let mut memory = compiler_sharing(&CPU, &options, &pager).unwrap();
+    let x = Tensor::ones((SIDE, SIDE), DType::F32, &CPU).unwrap();
+    let forward = |x: &Tensor| {
+        let mut x = x.clone();
+        for (name, weight) in names.iter().zip(&weights) {
+            let _scope = scope(name.trim_end_matches(".weight"));
+            x = (x * weight)?.tanh()?;
+        }
+        Ok(x)
+    };
+    let plain = bits(&forward(&x).unwrap());
+    for _ in 0..6 {
+        let output = memory.step(|| forward(&x)).unwrap();
+        assert!(bits(&output) == plain);
+        assert!(pager.stats().used <= Bytes(6 * one.0));
+    }
+    assert_eq!(memory.stats().device_calls_step, 0);
+    // A step that needs all of it evicts what is not pinned, and a scope then says what it needs.
+    let held: Vec<Tensor> = memory
+        .step_named("all", || (0..6).map(|_| x.tanh()).collect::<Result<_>>())
+        .unwrap_or_default();
+    drop(held);
+    let small = within(Bytes::kib(16));
+    let small = open(&small, &[&path], DType::F32).unwrap();
+    let told = small.var_builder().get((SIDE, SIDE), "a.weight");
+    // Nothing bounds the whole, so that it takes of the rest.
+    assert!(told.is_ok());
+    assert!(small.stats().pager.beyond_peak > Bytes::ZERO);
+    let bounded = Options {
+        budget: Some(Bytes::kib(32)),
+        ..options
+    };
+    let bounded = memory_compiler_candle::pager(&CPU, &bounded, None).unwrap();
+    let bounded = open(&bounded, &[&path], DType::F32).unwrap();
+    let told = bounded.var_builder().get((SIDE, SIDE), "a.weight");
+    let told = told.unwrap_err().to_string();
+    assert!(
+        told.contains("weights that are used at once need 48.00 KiB"),
+        "{told}"
+    );
+}

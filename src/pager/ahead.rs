@@ -1,0 +1,480 @@
+//! Weights that are used group by group, in an order that repeats: the next group comes in while the work of
+//! this one runs.
+//!
+//! ```text
+//!   program    enter a   leave a   enter b   leave b   enter c   …
+//!   work       | wait a |  work of a  | wait b |  work of b  | …
+//!   copies     | a |  b (beside a)  |  c (after a, beside b)  | …
+//! ```
+//!
+//! A group is what a scope, or a kernel, needs in memory at once. [`Ahead::enter`] makes it so for work that
+//! is enqueued from then on, [`Ahead::leave`] says that no more is. Neither waits for the device: copies wait
+//! on their stream for the last work that used the memory, and work waits on its stream for its copies.
+//!
+//! When the first group comes round again, the pages are arranged for the order that was seen: every group
+//! keeps a share of its pages in memory, and the others share the frames of a ring ([`super::plan`],
+//! [`super::range`]). From then on a step makes no call of the device but copies and fences. Another order, a
+//! skipped group, memory that a step or another model took: all of that is served as it comes, and arranged
+//! again when the order repeats.
+//!
+//! Invariants:
+//! - a page's contents are the weights' exactly when `filled` has its stamp;
+//! - a copy into a frame that was taken over comes after the last mark of whoever held it;
+//! - what is being copied is pinned until it has arrived or the copies have settled, unless whoever takes pages
+//!   away waits for the copies anyhow.
+//!
+//! May import: layers 0 and 3; `bookkeeping`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::books::Reached;
+use super::carrier::Carrier;
+use super::plan::plan;
+use super::{Part, WeightRange};
+use crate::bookkeeping::Bookkeeping;
+use crate::device::{Call, DeviceError};
+use crate::error::Error;
+use crate::units::{Address, Bytes};
+
+/// A group of weights, by its number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Group(u32);
+
+/// What looking ahead came to so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AheadStats {
+    /// Bytes copied.
+    pub copied: Bytes,
+    /// Those of them that were asked for before their group was entered.
+    pub copied_ahead: Bytes,
+    /// Groups entered.
+    pub entered: u64,
+    /// How often the pages were arranged anew.
+    pub arranged: u64,
+    /// How long work waited for copies, where the carrier knows.
+    pub waited: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Page {
+    /// Its stamp when its bytes were asked for last.
+    filled: u64,
+    /// In which batch.
+    batch: u64,
+    /// The mark after the last work that used it.
+    used: u64,
+}
+
+#[derive(Debug, Default)]
+struct Pages {
+    /// Ascending.
+    pages: Vec<u32>,
+    entered: u32,
+}
+
+/// What the pages were arranged for.
+#[derive(Debug, PartialEq, Eq)]
+struct Arranged {
+    order: Vec<Group>,
+    frames: u64,
+    /// How often they were arranged again for the same, because a page had to leave its ring.
+    repeats: u32,
+}
+
+/// How often pages are arranged again for an order that does not fit their use: groups that are in use
+/// together and were not one after the other.
+const REPEATS: u32 = 2;
+
+/// See the module's page.
+#[derive(Debug)]
+pub struct Ahead {
+    range: WeightRange,
+    carrier: Box<dyn Carrier>,
+    groups: Vec<Pages>,
+    pages: Vec<Page>,
+    /// Entered now, each once.
+    active: BTreeSet<Group>,
+    /// The group that is expected, and the pages of it that are pinned already.
+    next: Option<(Group, Vec<u32>)>,
+    /// What followed a group, after which other one.
+    follows: BTreeMap<(Option<Group>, Group), Group>,
+    /// The two groups entered last.
+    last: (Option<Group>, Option<Group>),
+    /// Groups in the order in which they were entered since the first one came round.
+    round: Vec<Group>,
+    first: Option<Group>,
+    arranged: Option<Arranged>,
+    /// Whether frames are shared, so that copies have to wait for work.
+    is_streaming: bool,
+    /// Whether a copy was given up after its frame was taken over: the next ones wait for all work.
+    is_unordered: bool,
+    mark: u64,
+    batch: u64,
+    arrived: u64,
+    stats: AheadStats,
+}
+
+impl Ahead {
+    /// Has `carrier` fill `range`, of which nobody else may pin parts.
+    #[must_use]
+    pub fn new(range: WeightRange, carrier: Box<dyn Carrier>) -> Self {
+        let page_count = range.0.page_count as usize;
+        Self {
+            range,
+            carrier,
+            groups: Vec::new(),
+            pages: (0..page_count).map(|_| Page::default()).collect(),
+            active: BTreeSet::new(),
+            next: None,
+            follows: BTreeMap::new(),
+            last: (None, None),
+            round: Vec::new(),
+            first: None,
+            arranged: None,
+            is_streaming: false,
+            is_unordered: false,
+            mark: 0,
+            batch: 0,
+            arrived: 0,
+            stats: AheadStats::default(),
+        }
+    }
+
+    /// The range.
+    #[must_use]
+    pub fn range(&self) -> &WeightRange {
+        &self.range
+    }
+
+    /// The numbers of now.
+    pub fn stats(&mut self) -> AheadStats {
+        AheadStats {
+            waited: self.carrier.waited(),
+            ..self.stats
+        }
+    }
+
+    /// Names bytes that are used together: offsets in the range, and sizes.
+    ///
+    /// # Errors
+    /// [`Error::Option`] for bytes outside the range.
+    pub fn group(
+        &mut self,
+        parts: impl IntoIterator<Item = (Bytes, Bytes)>,
+    ) -> Result<Group, Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        let mut pages = BTreeSet::new();
+        for (offset, size) in parts {
+            pages.extend(self.range.pages(offset, size)?);
+        }
+        self.groups.push(Pages {
+            pages: pages.into_iter().collect(),
+            entered: 0,
+        });
+        Ok(Group(self.groups.len() as u32 - 1))
+    }
+
+    fn pages_of(&self, group: Group) -> &[u32] {
+        &self.groups[group.0 as usize].pages
+    }
+
+    /// Makes a group's bytes be in memory for work that is enqueued from now on, until it was left as often.
+    ///
+    /// # Errors
+    /// [`Error::WeightBudget`] when there is not enough memory for it beside the groups that are entered,
+    /// whatever else goes; [`Error::Device`] when the device refuses. Then it is not entered.
+    pub fn enter(&mut self, group: Group) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        if self.active.contains(&group) {
+            self.groups[group.0 as usize].entered += 1;
+            return Ok(());
+        }
+        // What lies inside of an outer group is no turn of its own.
+        let is_inside = self.is_inside(group);
+        if !is_inside {
+            self.forget_unless(group)?;
+            if self.active.is_empty() {
+                self.arrange_if_due(group)?;
+            }
+        }
+        self.bring(group)?;
+        self.groups[group.0 as usize].entered = 1;
+        self.active.insert(group);
+        self.stats.entered += 1;
+        if !is_inside {
+            self.let_go_next();
+            self.learn(group);
+            self.look_ahead();
+        }
+        Ok(())
+    }
+
+    /// Says that work which is enqueued from now on does not use the group, as often as it was entered.
+    pub fn leave(&mut self, group: Group) {
+        let _bookkeeping = Bookkeeping::begin();
+        let books = &mut self.groups[group.0 as usize];
+        books.entered = books.entered.saturating_sub(1);
+        if books.entered > 0 || !self.active.remove(&group) {
+            return;
+        }
+        if self.is_streaming {
+            self.mark += 1;
+            if let Err(error) = self.carrier.mark(self.mark) {
+                tracing::warn!(%error, "no fence behind work on weights");
+                self.is_unordered = true;
+            }
+        }
+        let Self {
+            range,
+            groups,
+            pages,
+            mark,
+            ..
+        } = self;
+        let left = &groups[group.0 as usize].pages;
+        left.iter()
+            .for_each(|&page| pages[page as usize].used = *mark);
+        let mut locked = range.0.pager.lock();
+        locked.books.unpin_all(range.0.id, left.iter().copied());
+    }
+
+    fn is_inside(&self, group: Group) -> bool {
+        let is_held = |page: &u32| {
+            self.active
+                .iter()
+                .any(|&outer| self.pages_of(outer).binary_search(page).is_ok())
+        };
+        !self.active.is_empty() && self.pages_of(group).iter().all(is_held)
+    }
+
+    /// Lets go of what came in for another group than `group`, when its copies are done.
+    fn forget_unless(&mut self, group: Group) -> Result<(), Error> {
+        if self.next.as_ref().is_some_and(|&(next, _)| next != group) {
+            self.carrier.settle().map_err(refused(Call::Synchronise))?;
+            self.let_go_next();
+        }
+        Ok(())
+    }
+
+    fn let_go_next(&mut self) {
+        if let Some((_, pages)) = self.next.take() {
+            let mut locked = self.range.0.pager.lock();
+            locked.books.unpin_all(self.range.0.id, pages.into_iter());
+        }
+    }
+
+    /// Pins and fills a group, and has work wait for its copies.
+    fn bring(&mut self, group: Group) -> Result<(), Error> {
+        let id = self.range.0.id;
+        let pages = &self.groups[group.0 as usize].pages;
+        let entered = {
+            let mut locked = self.range.0.pager.lock();
+            if !locked.books.is_first(id) {
+                locked.books.prioritise(id);
+            }
+            locked.books.enter(id, pages)
+        };
+        let reached = match entered {
+            Ok(Some(reached)) => reached,
+            Ok(None) => {
+                self.is_unordered = true;
+                return Err(self.range.too_much(pages.len()));
+            }
+            Err(refused) => {
+                self.is_unordered = true;
+                return Err(super::failed(refused));
+            }
+        };
+        let filled = self.fill(&reached).and_then(|_| {
+            let batches = reached
+                .stamps
+                .iter()
+                .map(|&(page, _)| &self.pages[page as usize]);
+            let batch = batches.map(|page| page.batch).max().unwrap_or(0);
+            if batch > self.arrived {
+                self.carrier.arrive(batch)?;
+                self.arrived = batch;
+            }
+            Ok(())
+        });
+        filled.map_err(|source| {
+            self.is_unordered = true;
+            // Which of them has its bytes is not known.
+            for &(page, _) in &reached.stamps {
+                self.pages[page as usize].filled = 0;
+            }
+            let mut locked = self.range.0.pager.lock();
+            let pinned = reached.stamps.iter().map(|&(page, _)| page);
+            locked.books.unpin_all(id, pinned);
+            refused(Call::Write)(source)
+        })
+    }
+
+    /// Asks for the bytes of the pages that do not have theirs; returns how many bytes.
+    fn fill(&mut self, reached: &Reached) -> Result<Bytes, DeviceError> {
+        let is_stale = |&&(page, stamp): &&(u32, u64)| self.pages[page as usize].filled != stamp;
+        let stale: Vec<(u32, u64)> = reached.stamps.iter().filter(is_stale).copied().collect();
+        if stale.is_empty() && reached.taken.is_empty() {
+            return Ok(Bytes::ZERO);
+        }
+        if self.is_unordered {
+            self.mark += 1;
+            self.carrier.after(self.mark)?;
+            self.is_unordered = false;
+        } else {
+            let used = reached
+                .taken
+                .iter()
+                .map(|&page| self.pages[page as usize].used);
+            if let Some(mark) = used.max().filter(|&mark| mark > 0) {
+                self.carrier.after(mark)?;
+            }
+        }
+        let granule = self.range.granule().0;
+        let mut copied = Bytes::ZERO;
+        for run in stale.chunk_by(|a, b| a.0 + 1 == b.0) {
+            let offset = Bytes(u64::from(run[0].0) * granule);
+            let size = Bytes(run.len() as u64 * granule);
+            let address = Address(self.range.base().0 + offset.0);
+            self.carrier.copy(Part {
+                offset,
+                address,
+                size,
+            })?;
+            copied.0 += size.0;
+        }
+        self.batch += 1;
+        self.carrier.close(self.batch)?;
+        for (page, stamp) in stale {
+            let page = &mut self.pages[page as usize];
+            (page.filled, page.batch) = (stamp, self.batch);
+        }
+        self.stats.copied.0 += copied.0;
+        Ok(copied)
+    }
+
+    fn learn(&mut self, group: Group) {
+        if let (before, Some(last)) = self.last {
+            self.follows.insert((before, last), group);
+            self.follows.insert((None, last), group);
+        }
+        self.last = (self.last.1, Some(group));
+        self.first.get_or_insert(group);
+        if !self.round.contains(&group) {
+            self.round.push(group);
+        }
+    }
+
+    /// Has the group come in that follows, as far as there is room beside what is entered.
+    fn look_ahead(&mut self) {
+        let (before, Some(last)) = self.last else {
+            return;
+        };
+        let next = self.follows.get(&(before, last));
+        let next = next.or_else(|| self.follows.get(&(None, last))).copied();
+        let Some(next) = next.filter(|next| !self.active.contains(next)) else {
+            return;
+        };
+        if !self.carrier.is_beside() {
+            return;
+        }
+        let reached = {
+            let mut locked = self.range.0.pager.lock();
+            let pages = &self.groups[next.0 as usize].pages;
+            locked.books.enter_ahead(self.range.0.id, pages)
+        };
+        match self.fill(&reached) {
+            Ok(copied) => self.stats.copied_ahead.0 += copied.0,
+            Err(error) => {
+                // Whoever enters it asks again, and is told.
+                tracing::warn!(%error, "no weights ahead of their use");
+                self.is_unordered = true;
+            }
+        }
+        let pinned = reached.stamps.into_iter().map(|(page, _)| page).collect();
+        self.next = Some((next, pinned));
+        if self.carrier.is_work_of_the_device() {
+            // A step or another model may have them before they are used.
+            self.let_go_next();
+        }
+    }
+
+    /// When the first group comes round, arranges the pages for the order of use, unless they are already.
+    fn arrange_if_due(&mut self, group: Group) -> Result<(), Error> {
+        if self.first != Some(group) || self.round.is_empty() {
+            return Ok(());
+        }
+        let (frames, is_disturbed) = {
+            let mut locked = self.range.0.pager.lock();
+            let id = self.range.0.id;
+            (locked.books.capacity(id), locked.books.is_disturbed(id))
+        };
+        let mut order = std::mem::take(&mut self.round);
+        let mut repeats = 0;
+        if let Some(arranged) = &self.arranged {
+            let is_known = |group: &Group| arranged.order.contains(group);
+            let is_known = order.iter().all(is_known);
+            // A little more memory is not worth it.
+            let is_enough =
+                frames >= arranged.frames && frames - arranged.frames <= 1 + arranged.frames / 16;
+            if is_known && is_enough {
+                if !is_disturbed || arranged.repeats >= REPEATS {
+                    return Ok(());
+                }
+                repeats = arranged.repeats + 1;
+            }
+            if is_known {
+                // Those that were skipped in this round come again.
+                order.clone_from(&arranged.order);
+            }
+        }
+        let pages: Vec<Vec<u32>> = order
+            .iter()
+            .map(|&group| self.pages_of(group).to_vec())
+            .collect();
+        let rings = plan(&pages, usize::try_from(frames).unwrap_or(usize::MAX));
+        // What cannot be arranged is served as it comes.
+        let rings = rings.unwrap_or_default();
+        self.arranged = Some(Arranged {
+            order,
+            frames,
+            repeats,
+        });
+        if rings.is_empty() && !self.is_streaming {
+            return Ok(());
+        }
+        // Work waits for no copy that is not done, and nothing is being copied when pages go.
+        self.carrier.settle().map_err(refused(Call::Synchronise))?;
+        self.let_go_next();
+        let is_streaming = !rings.is_empty();
+        let mut locked = self.range.0.pager.lock();
+        let arranged = locked.books.arrange(self.range.0.id, rings);
+        drop(locked);
+        if arranged.map_err(super::failed)? {
+            self.is_streaming = is_streaming;
+            self.stats.arranged += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        let _bookkeeping = Bookkeeping::begin();
+        // Nothing may be copied into pages that are given back.
+        if let Err(error) = self.carrier.settle() {
+            tracing::warn!(%error, "copies of weights were not waited for");
+        }
+        self.let_go_next();
+        for group in std::mem::take(&mut self.active) {
+            let pages = self.groups[group.0 as usize].pages.iter().copied();
+            let mut locked = self.range.0.pager.lock();
+            locked.books.unpin_all(self.range.0.id, pages);
+        }
+    }
+}
+
+fn refused(call: Call) -> impl Fn(DeviceError) -> Error {
+    move |source| Error::Device { call, source }
+}

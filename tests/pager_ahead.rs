@@ -1,0 +1,239 @@
+//! Weights that come in while other work runs: on `Host` with streams whose work runs in any legal order,
+//! and with a thread that copies. What the work reads is compared with what the weights are.
+
+mod reference;
+
+use memory_compiler::device::{Call, Device};
+use memory_compiler::pager::{Ahead, Group, OnThread, Pager, Part};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
+
+use reference::devices::limited_host;
+use reference::weights::{Model, PAGE, Random, WORK, check, device, pages};
+
+#[test]
+fn a_model_that_fits_is_copied_once_and_then_costs_no_call() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(12))).unwrap();
+    let mut model = Model::new(&device, &pager, &[3 * PAGE, 4 * PAGE, 5 * PAGE], 1);
+    let mut reads = Vec::new();
+    for step in 0..4 {
+        let (calls, fences) = (device.memory_calls(), device.calls(Call::Fence));
+        model.step(&device, &mut reads);
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+        assert_eq!(model.ahead.stats().copied, pages(12));
+        if step > 0 {
+            assert_eq!(device.memory_calls(), calls);
+            assert_eq!(
+                device.calls(Call::Fence),
+                fences,
+                "nothing is to be ordered"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_model_that_does_not_fit_streams_its_share_and_makes_no_memory_call() {
+    for (frames, streamed) in [(56, 6), (40, 30), (24, 54), (20, 60), (14, 60)] {
+        let device = device();
+        let pager = Pager::with_limit(device.clone(), None, Some(pages(frames))).unwrap();
+        let mut model = Model::new(&device, &pager, &[10 * PAGE; 6], 2);
+        let mut reads = Vec::new();
+        let (mut copied, mut calls, mut waits) = (Bytes::ZERO, 0, 0);
+        for step in 0..8 {
+            if step == 3 {
+                (copied, calls) = (model.ahead.stats().copied, device.memory_calls());
+                waits = device.calls(Call::Synchronise);
+            }
+            model.step(&device, &mut reads);
+            device.upstream().run_all(step);
+            check(&device, &mut reads);
+            assert!(device.books().held_peak <= pages(frames));
+        }
+        assert_eq!(device.memory_calls(), calls, "{frames} frames");
+        let copied = model.ahead.stats().copied.0 - copied.0;
+        assert_eq!(copied, 5 * streamed * PAGE, "{frames} frames");
+        assert_eq!(model.ahead.stats().arranged, 1);
+        assert_eq!(device.calls(Call::Synchronise), waits, "{frames} frames");
+    }
+}
+
+#[test]
+fn the_next_group_is_in_memory_before_the_work_of_this_one_ran() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(24))).unwrap();
+    let mut model = Model::new(&device, &pager, &[8 * PAGE; 6], 3);
+    let copies = device.copy_stream().unwrap();
+    let mut reads = Vec::new();
+    for step in 0..3 {
+        model.step(&device, &mut reads);
+        device.upstream().run_all(step);
+    }
+    check(&device, &mut reads);
+    for group in 0..6 {
+        model.ahead.enter(model.groups[group].0).unwrap();
+        let read = model.read(&device, group);
+        while device.upstream().run_next(copies) {}
+        assert!(device.upstream().saw(read.work).is_none());
+        let (_, offset, size) = model.groups[(group + 1) % 6];
+        let mut seen = vec![0; size.0 as usize];
+        let at = Address(model.base.0 + offset.0);
+        device.read(at, &mut seen).unwrap();
+        let is_in = seen == model.image.bytes()[offset.0 as usize..][..seen.len()];
+        // The first one shares frames with the last one, and comes in after it.
+        assert!(is_in || group == 5, "group {group}");
+        model.ahead.leave(model.groups[group].0);
+        reads.push(read);
+        device.upstream().run_all(group as u64);
+    }
+    check(&device, &mut reads);
+}
+
+#[test]
+fn a_thread_copies_the_next_group_while_this_one_is_in_use() {
+    let device = limited_host(Bytes(PAGE), Bytes(u64::MAX));
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(24))).unwrap();
+    let range = pager.range(pages(48)).unwrap();
+    let base = range.base();
+    let mut random = Random(8);
+    let mut image: Vec<u8> = Vec::new();
+    image.resize_with(48 * PAGE as usize, || random.below(256) as u8);
+    let (target, source) = (device.clone(), image.clone());
+    let fill = move |part: Part| {
+        let from = part.offset.0 as usize;
+        target.write(part.address, &source[from..from + part.size.0 as usize])
+    };
+    let mut ahead = Ahead::new(range, Box::new(OnThread::new(fill).unwrap()));
+    let groups: Vec<Group> = (0..6)
+        .map(|group| ahead.group([(pages(8 * group), pages(8))]).unwrap())
+        .collect();
+    let mut calls = 0;
+    for step in 0..60 {
+        if step == 3 {
+            calls = device.memory_calls();
+        }
+        // Now and then another order.
+        let order: Vec<usize> = match step % 20 {
+            17 => vec![0, 1, 4, 5],
+            18 => vec![0, 2, 1, 3, 5, 4],
+            _ => (0..6).collect(),
+        };
+        for group in order {
+            ahead.enter(groups[group]).unwrap();
+            let (from, len) = (8 * group * PAGE as usize, 8 * PAGE as usize);
+            let mut seen = vec![0; len];
+            device
+                .read(Address(base.0 + from as u64), &mut seen)
+                .unwrap();
+            assert!(
+                seen == image[from..from + len],
+                "step {step}, group {group}"
+            );
+            ahead.leave(groups[group]);
+        }
+        if step == 15 {
+            assert_eq!(device.memory_calls(), calls);
+        }
+        assert!(device.books().held_peak <= pages(24));
+    }
+    let stats = ahead.stats();
+    assert!(stats.copied_ahead.0 > stats.copied.0 / 2, "{stats:?}");
+    drop((ahead, pager));
+    assert!(device.is_empty());
+}
+
+#[test]
+fn a_group_that_does_not_fit_is_told_what_it_needs() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(8))).unwrap();
+    let mut model = Model::new(&device, &pager, &[4 * PAGE, 9 * PAGE, 2 * PAGE], 4);
+    let mut reads = Vec::new();
+    for step in 0..3 {
+        model.run(&device, 0, &mut reads);
+        let refused = model.ahead.enter(model.groups[1].0);
+        let (needed, limit) = (pages(9), pages(8));
+        assert_eq!(refused, Err(Error::WeightBudget { needed, limit }));
+        model.run(&device, 2, &mut reads);
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+    }
+    assert!(device.books().held_peak <= pages(8));
+}
+
+#[test]
+fn a_second_model_takes_only_the_shortfall_and_the_first_one_only_takes_that_back() {
+    let device = device();
+    let pager = Pager::new(device.clone(), Some(pages(40))).unwrap();
+    let mut model = Model::new(&device, &pager, &[6 * PAGE; 6], 5);
+    let mut decoder = Model::new(&device, &pager, &[5 * PAGE; 2], 6);
+    let mut reads = Vec::new();
+    for turn in 0..4 {
+        for _ in 0..3 {
+            model.step(&device, &mut reads);
+        }
+        let before = (model.ahead.stats().copied, device.calls(Call::Map));
+        model.step(&device, &mut reads);
+        assert_eq!(
+            (model.ahead.stats().copied, device.calls(Call::Map)),
+            before
+        );
+        decoder.step(&device, &mut reads);
+        let whole = model.ahead.range().size();
+        let left = model.ahead.range().residency(Bytes::ZERO, whole).unwrap();
+        assert_eq!(
+            left.evicted,
+            pages(6),
+            "40 pages, of which 10 are the decoder's"
+        );
+        let maps = device.calls(Call::Map);
+        model.step(&device, &mut reads);
+        assert_eq!(model.ahead.stats().copied.0 - before.0.0, 6 * PAGE);
+        assert_eq!(
+            device.calls(Call::Map) - maps,
+            6,
+            "what was left alone costs no call"
+        );
+        device.upstream().run_all(turn);
+        check(&device, &mut reads);
+    }
+}
+
+#[test]
+fn steps_take_from_streaming_weights_and_give_back_at_trim() {
+    let device = device();
+    let pager = Pager::new(device.clone(), Some(pages(40))).unwrap();
+    let mut model = Model::new(&device, &pager, &[8 * PAGE; 6], 7);
+    let options = Options {
+        address_space: Bytes::mib(1),
+        ..Options::default()
+    };
+    let mut compiler = Compiler::with_pager(&pager, options).unwrap();
+    compiler.use_stream(WORK).unwrap();
+    let mut reads = Vec::new();
+    for step in 0..12 {
+        let calls = device.memory_calls();
+        let running = compiler.begin("step").unwrap();
+        for group in 0..6 {
+            let Allocation::Here(at) = running.alloc(pages(9)).unwrap() else {
+                panic!("a step is active");
+            };
+            model.run(&device, group, &mut reads);
+            running.free(at).unwrap();
+        }
+        running.finish().unwrap();
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+        if step > 3 {
+            assert_eq!(device.memory_calls(), calls, "step {step}");
+        }
+        assert!(device.books().held_peak <= pages(40));
+    }
+    compiler.trim().unwrap();
+    for step in 0..4 {
+        model.step(&device, &mut reads);
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+    }
+    assert_eq!(pager.stats().resident, pages(40));
+}
