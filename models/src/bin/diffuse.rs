@@ -130,7 +130,7 @@ impl Memory {
             threshold,
             address_space,
             compile_after,
-        } = self.options();
+        } = self.options(&Device::Cpu);
         memory_compiler_burn::Options {
             strict,
             budget,
