@@ -3,7 +3,7 @@
 # the driver and the CUDA libraries, no Rust.
 #
 #   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
-#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, diffuse, bench, zoo or
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, diffuse, bench, weights, zoo or
 #                                   memcheck, else all
 #
 # Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
@@ -129,6 +129,22 @@ memcheck() {
     "$dir/core-device_cuda" a_compiler_replays
 }
 
+# model limits further: weights that are not all on the GPU, against all of them there.
+weights() {
+  local table=$logs/weights.txt; : >"$table"
+  while read -r model limits more; do
+    local began=$SECONDS state=ok code
+    # shellcheck disable=SC2086
+    CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo" --model "$model" --weight-budget "$limits" \
+      --steps 6 $more >>"$table" 2>&1; code=$?
+    [ $code = 0 ] || state=FAILED
+    row "weights of $model, $limits" $state $((SECONDS - began)) "code $code"
+  done <<<"${WEIGHTS:-sd15 100%,60%,30%,10% --then vae
+sd3 100%,60%,30%,10%
+flux 24GiB,16GiB,8GiB,4GiB}"
+  cat "$table"
+}
+
 # model size batch steps rounds: the table of the issue. With several GPUs only the first is shown.
 zoo() {
   local table=$logs/zoo.txt bare= state code; : >"$table"
@@ -164,8 +180,8 @@ case $verb in
     logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
     for part in "${@:-all}"; do
       case $part in
-        tests|diffuse|bench|memcheck|zoo) $part ;;
-        all) tests; diffuse; bench; zoo; memcheck ;;
+        tests|diffuse|bench|memcheck|weights|zoo) $part ;;
+        all) tests; diffuse; bench; zoo; weights; memcheck ;;
         *) usage ;;
       esac
     done

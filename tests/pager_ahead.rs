@@ -60,6 +60,28 @@ fn a_model_that_does_not_fit_streams_its_share_and_makes_no_memory_call() {
 }
 
 #[test]
+fn a_group_that_comes_only_once_keeps_nothing_from_being_arranged() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(24))).unwrap();
+    let mut model = Model::new(&device, &pager, &[8 * PAGE; 6], 9);
+    let mut reads = Vec::new();
+    model.run(&device, 5, &mut reads);
+    let mut calls = 0;
+    for step in 0..12 {
+        if step == 10 {
+            calls = device.memory_calls();
+        }
+        (0..5).for_each(|group| model.run(&device, group, &mut reads));
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+    }
+    assert_eq!(
+        (model.ahead.stats().arranged, device.memory_calls()),
+        (1, calls)
+    );
+}
+
+#[test]
 fn the_next_group_is_in_memory_before_the_work_of_this_one_ran() {
     let device = device();
     let pager = Pager::with_limit(device.clone(), None, Some(pages(24))).unwrap();

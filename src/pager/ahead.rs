@@ -86,6 +86,9 @@ struct Arranged {
 /// together and were not one after the other.
 const REPEATS: u32 = 2;
 
+/// How many rounds the first group of one may not come.
+const PATIENCE: usize = 4;
+
 /// See the module's page.
 #[derive(Debug)]
 pub struct Ahead {
@@ -104,6 +107,8 @@ pub struct Ahead {
     /// Groups in the order in which they were entered since the first one came round.
     round: Vec<Group>,
     first: Option<Group>,
+    /// Groups entered since the first one was.
+    since_first: usize,
     arranged: Option<Arranged>,
     /// Whether frames are shared, so that copies have to wait for work.
     is_streaming: bool,
@@ -131,6 +136,7 @@ impl Ahead {
             last: (None, None),
             round: Vec::new(),
             first: None,
+            since_first: 0,
             arranged: None,
             is_streaming: false,
             is_unordered: false,
@@ -360,7 +366,15 @@ impl Ahead {
             self.follows.insert((None, last), group);
         }
         self.last = (self.last.1, Some(group));
-        self.first.get_or_insert(group);
+        self.since_first += 1;
+        if self.since_first > PATIENCE * (self.round.len() + 1) {
+            // It was of no round: another one begins here.
+            self.first = None;
+            self.round.clear();
+        }
+        if *self.first.get_or_insert(group) == group {
+            self.since_first = 0;
+        }
         if !self.round.contains(&group) {
             self.round.push(group);
         }

@@ -12,6 +12,12 @@
 //! [`Compiler::with_pager`](crate::Compiler::with_pager) shares its budget: recording a step evicts
 //! weights page by page; a replayed step asks for nothing, so it never evicts.
 //!
+//! What weights may take of the budget is bounded by [`Pager::with_limit`], so that the rest is for steps.
+//!
+//! [`Ahead`] does all of this for weights that are used in an order that repeats: it fills them through a
+//! [`Carrier`], the next group beside the work of this one, and arranges pages over shared frames, so that a
+//! step of a model that does not fit makes no memory call.
+//!
 //! The contents are the caller's: [`Pinned::stale`] names the parts that came in since the caller
 //! filled them last, by [`Stamp`].
 //!

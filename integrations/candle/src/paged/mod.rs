@@ -11,8 +11,8 @@
 //! such weights, else `attention` alone. Tensors below 4 KiB are not paged.
 //!
 //! **On a GPU** the weights lie in page-locked memory of the host as well, converted once, and come in for the
-//! kernels that use them ([`memory_compiler::hook::uses`]): no scope is needed, and the model may be anybody's.
-//! What is used together is known by the names ([`names`]), what comes next by the order of the last step, and
+//! kernels that use them (`memory_compiler::hook::uses`): no scope is needed, and the model may be anybody's.
+//! What is used together is known by the names (`names`), what comes next by the order of the last step, and
 //! that is copied while this is computed ([`memory_compiler::pager::Ahead`]).
 
 mod cpu;
@@ -82,9 +82,9 @@ impl Paged {
     ///
     /// # Safety
     /// - Nobody changes the files while this lives.
-    /// - On the CPU: the weights are read only on the thread that has a scope open which names them, and on
-    ///   threads that work for it meanwhile. On a GPU: only by work that
-    ///   [`memory_compiler::hook::uses`] sees.
+    /// - The weights are read only while this lives. On the CPU: only on the thread that has a scope open which
+    ///   names them, and on threads that work for it meanwhile. On a GPU: only by work on the device's own stream
+    ///   that `memory_compiler::hook::uses` sees.
     /// - Nobody writes to the weights.
     pub unsafe fn open<P: AsRef<Path>>(
         pager: &Pager,
