@@ -40,6 +40,7 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "unet")]
     model: ModelKind,
     /// What computes the network; noise, guidance and samplers are the same for both.
+    #[cfg(feature = "burn")]
     #[arg(long, value_enum, default_value = "candle")]
     framework: Framework,
     /// The way from noise to an image.
@@ -144,10 +145,10 @@ impl Memory {
 }
 
 /// What computes the network.
+#[cfg(feature = "burn")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Framework {
     Candle,
-    #[cfg(feature = "burn")]
     Burn,
 }
 
