@@ -9,7 +9,7 @@
 //! step.
 //!
 //! `cold` is what a replayed event costs above the floor when 96 KiB of other memory are read between
-//! two events, as a launch of a kernel may do: the least of 41 steps each.
+//! two events, as a launch of a kernel may do: medians of 41 steps each, every event timed alone.
 //!
 //! What they do not mean: nothing touches the buffers, so caches are warmer than in a real step, and
 //! the system allocator pays for no page fault. Sizes below the threshold are raised to it, so that
@@ -88,20 +88,25 @@ fn run(allocator: &impl GlobalAlloc, program: &Program, live: &mut [*mut u8]) {
 }
 
 /// As `run`, with as much memory read between two events as a launch of a kernel may touch, so that the
-/// first cache holds nothing of the last event.
-fn run_cold(allocator: &impl GlobalAlloc, program: &Program, live: &mut [*mut u8]) {
+/// first cache holds nothing of the last event. Returns how long the events alone took, with the clock's own
+/// time for each.
+fn run_cold(allocator: &impl GlobalAlloc, program: &Program, live: &mut [*mut u8]) -> Duration {
     static OTHER: [u8; 96 << 10] = [1; 96 << 10];
+    let mut all = Duration::ZERO;
     for op in &program.ops {
         for at in (0..OTHER.len()).step_by(64) {
             black_box(OTHER[at]);
         }
+        let began = Instant::now();
         match *op {
             // SAFETY: the layout is not empty.
             Op::Alloc(slot, layout) => live[slot] = black_box(unsafe { allocator.alloc(layout) }),
             // SAFETY: the trace frees each buffer once, with the layout that made it.
             Op::Free(slot, layout) => unsafe { allocator.dealloc(live[slot], layout) },
         }
+        all += began.elapsed();
     }
+    all
 }
 
 /// A bump pointer behind an entry like the hook's.
@@ -276,16 +281,16 @@ fn table(programs: &[Program]) {
         }
         let (mut cold, mut cold_bump) = (Vec::new(), Vec::new());
         for _ in 0..41 {
-            cold.push(timed(|| {
-                let step = compiler.begin("step").expect("no step is active");
-                run_cold(&MEMORY, program, &mut live);
-                step.finish().expect("nothing fails");
-            }));
-            cold_bump.push(timed(|| run_cold(&Bump, program, &mut live)));
+            let step = compiler.begin("step").expect("no step is active");
+            cold.push(run_cold(&MEMORY, program, &mut live));
+            step.finish().expect("nothing fails");
+            cold_bump.push(run_cold(&Bump, program, &mut live));
         }
-        let least =
-            |times: &[Duration]| per_event(times.iter().min().expect("timed").as_secs_f64());
-        let cold = least(&cold) - least(&cold_bump);
+        let [cold, cold_bump] = [cold, cold_bump].map(|times| {
+            let mut next = times.into_iter();
+            per_event(median(41, || next.next().expect("counted")))
+        });
+        let cold = cold - cold_bump;
         RANGES.with_borrow_mut(Vec::clear);
         let stats = compiler.stats();
         assert_eq!(
