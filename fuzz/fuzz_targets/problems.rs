@@ -1,6 +1,7 @@
 //! The reader of planner problems: any bytes give rows, which are planned, or an error, as in `tests/texts.rs`.
 #![no_main]
 
+#[allow(dead_code, reason = "each target reads one of the two formats")]
 #[path = "../../tests/texts/mod.rs"]
 mod texts;
 

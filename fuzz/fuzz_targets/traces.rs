@@ -1,6 +1,7 @@
 //! The trace reader: any bytes give a trace or an error, as in `tests/texts.rs`.
 #![no_main]
 
+#[allow(dead_code, reason = "each target reads one of the two formats")]
 #[path = "../../tests/texts/mod.rs"]
 mod texts;
 
