@@ -5,7 +5,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::lock;
+use super::{forward, lock};
 use crate::device::{
     Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
 };
@@ -176,21 +176,8 @@ impl Plan {
 // SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Failing<D> {
-    fn granule(&self) -> Bytes {
-        self.upstream.granule()
-    }
-
-    fn is_host_memory(&self) -> bool {
-        self.upstream.is_host_memory()
-    }
-
-    fn gpu(&self) -> Option<GpuIdentity> {
-        self.upstream.gpu()
-    }
-
-    fn is_capturing(&self, stream: StreamId) -> bool {
-        self.upstream.is_capturing(stream)
-    }
+    forward!(self => self.upstream;
+        granule, is_host_memory, gpu, is_capturing, host_memory, moment, elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))
@@ -250,22 +237,6 @@ unsafe impl<D: Device> Device for Failing<D> {
 
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
         self.unless_planned(Call::Fill, |d| d.fill(at, size, value))
-    }
-
-    fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
-        self.upstream.host_memory(size)
-    }
-
-    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
-        self.upstream.moment(stream)
-    }
-
-    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
-        self.upstream.elapsed(from, to)
-    }
-
-    fn copy_stream(&self) -> Result<StreamId, DeviceError> {
-        self.upstream.copy_stream()
     }
 
     fn enqueue_copy(
