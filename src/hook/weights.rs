@@ -38,15 +38,51 @@ static RANGES: RwLock<Vec<Arc<Placed>>> = RwLock::new(Vec::new());
 #[derive(Debug)]
 struct Placed {
     range: WeightRange,
-    /// Vectors in it that were not dropped.
+    /// Values in it that were not dropped.
     live: AtomicU64,
-    /// Whether its `VecRange` was dropped.
+    /// Whether its [`Open`] was dropped.
     closed: AtomicBool,
+}
+
+/// A range whose values find it when they are freed. Dropping it lets the addresses go with the last of them.
+#[derive(Debug)]
+struct Open(Arc<Placed>);
+
+impl Open {
+    fn new(range: WeightRange) -> Self {
+        current::widen(range.base(), range.size());
+        let placed = Arc::new(Placed {
+            range,
+            live: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+        });
+        change(|ranges| ranges.push(Arc::clone(&placed)));
+        Self(placed)
+    }
+
+    /// Counts a value that is about to live at `offset`, and says where that is; `None` when the bytes are
+    /// not in the range or not aligned to 512 bytes there.
+    fn place(&self, offset: Bytes, size: Bytes) -> Option<Address> {
+        let range = &self.0.range;
+        let end = offset.checked_add(size)?;
+        if end > range.size() || !offset.0.is_multiple_of(ALIGNMENT.0) {
+            return None;
+        }
+        self.0.live.fetch_add(1, Ordering::SeqCst);
+        Some(Address(range.base().0 + offset.0))
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.closed.store(true, Ordering::SeqCst);
+        self.0.end_if_last();
+    }
 }
 
 /// A range of host memory in which vectors are made.
 #[derive(Debug)]
-pub struct VecRange(Arc<Placed>);
+pub struct VecRange(Open);
 
 impl VecRange {
     /// Makes vectors in `range`, which serves nothing else.
@@ -65,20 +101,13 @@ impl VecRange {
                 reason: "vectors lie in memory of the host".to_owned(),
             });
         }
-        current::widen(range.base(), range.size());
-        let placed = Arc::new(Placed {
-            range,
-            live: AtomicU64::new(0),
-            closed: AtomicBool::new(false),
-        });
-        change(|ranges| ranges.push(Arc::clone(&placed)));
-        Ok(Self(placed))
+        Ok(Self(Open::new(range)))
     }
 
     /// The range.
     #[must_use]
     pub fn range(&self) -> &WeightRange {
-        &self.0.range
+        &self.0.0.range
     }
 
     /// An empty vector with room for exactly `len` elements at `offset`; `None` when the bytes are not
@@ -93,14 +122,8 @@ impl VecRange {
     /// - While any reference to its elements lives, the bytes stay pinned.
     #[must_use]
     pub unsafe fn vec<T: Copy>(&self, offset: Bytes, len: usize) -> Option<Vec<T>> {
-        let range = &self.0.range;
         let size = len.checked_mul(size_of::<T>()).filter(|&size| size > 0)?;
-        let end = offset.checked_add(Bytes(size as u64))?;
-        if end > range.size() || !offset.0.is_multiple_of(ALIGNMENT.0) {
-            return None;
-        }
-        let at = Address(range.base().0 + offset.0);
-        self.0.live.fetch_add(1, Ordering::SeqCst);
+        let at = self.0.place(offset, Bytes(size as u64))?;
         NEXT.set((at, size));
         // Through a pointer that the compiler cannot see through: it may assume that an allocator reads
         // no variable of the program.
@@ -111,15 +134,8 @@ impl VecRange {
             return Some(vector);
         }
         // Small or over-aligned ones go past: the vector is an ordinary one.
-        self.0.live.fetch_sub(1, Ordering::SeqCst);
+        self.0.0.live.fetch_sub(1, Ordering::SeqCst);
         None
-    }
-}
-
-impl Drop for VecRange {
-    fn drop(&mut self) {
-        self.0.closed.store(true, Ordering::SeqCst);
-        self.0.end_if_last();
     }
 }
 
@@ -127,7 +143,7 @@ impl Drop for VecRange {
 /// other one, by the driver's calls, which the [GPU hook](super::cuda) takes over.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
-pub struct SliceRange(Arc<Placed>);
+pub struct SliceRange(Open);
 
 #[cfg(feature = "cuda")]
 impl SliceRange {
@@ -144,41 +160,20 @@ impl SliceRange {
                 reason: "these buffers lie in memory of a GPU".to_owned(),
             });
         }
-        current::widen(range.base(), range.size());
-        let placed = Arc::new(Placed {
-            range,
-            live: AtomicU64::new(0),
-            closed: AtomicBool::new(false),
-        });
-        change(|ranges| ranges.push(Arc::clone(&placed)));
-        Ok(Self(placed))
+        Ok(Self(Open::new(range)))
     }
 
     /// The range.
     #[must_use]
     pub fn range(&self) -> &WeightRange {
-        &self.0.range
+        &self.0.0.range
     }
 
     /// The address of a buffer at `offset`, for a value that frees it once; `None` when the bytes are not in
     /// the range or not aligned to 512 bytes there.
     #[must_use]
     pub fn place(&self, offset: Bytes, size: Bytes) -> Option<Address> {
-        let range = &self.0.range;
-        let end = offset.checked_add(size)?;
-        if end > range.size() || !offset.0.is_multiple_of(ALIGNMENT.0) {
-            return None;
-        }
-        self.0.live.fetch_add(1, Ordering::SeqCst);
-        Some(Address(range.base().0 + offset.0))
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Drop for SliceRange {
-    fn drop(&mut self) {
-        self.0.closed.store(true, Ordering::SeqCst);
-        self.0.end_if_last();
+        self.0.place(offset, size)
     }
 }
 
