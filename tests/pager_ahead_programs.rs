@@ -7,7 +7,7 @@ mod reference;
 use std::sync::Mutex;
 
 use memory_compiler::device::adaptor::Repeat;
-use memory_compiler::device::{Call, Device, DeviceError, MemoryInfo};
+use memory_compiler::device::{Call, Device};
 use memory_compiler::pager::Pager;
 use memory_compiler::{Allocation, Bytes, Compiler, Error, Options};
 
@@ -74,19 +74,7 @@ impl World {
         ];
         let call = CALLS[self.random.below(5) as usize];
         let n = self.random.below(6);
-        let error = match self.random.below(3) {
-            0 => DeviceError::NotReady,
-            1 => {
-                let (free, total) = (Bytes(0), pages(self.budget));
-                DeviceError::OutOfMemory {
-                    info: MemoryInfo { free, total },
-                }
-            }
-            _ => DeviceError::Driver {
-                call: Call::Map,
-                code: 1,
-            },
-        };
+        let error = self.random.device_error(pages(self.budget));
         let repeat = if self.random.below(3) == 0 {
             Repeat::Always
         } else {

@@ -8,27 +8,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use memory_compiler::device::adaptor::Repeat;
-use memory_compiler::device::{Call, Device, DeviceError, MemoryInfo};
+use memory_compiler::device::{Call, Device};
 use memory_compiler::pager::{PageOut, Pager, Pin, Pinned, Stamp, WeightRange};
 use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
 
 use reference::devices::{CountingHost, Pattern, limited_host};
+use reference::weights::{PAGE, Random};
 
-const PAGE: u64 = 4096;
 const PROGRAMS: u64 = 10_000;
-
-/// SplitMix64 (Steele, Lea and Flood, 2014).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (z ^ (z >> 31)) % end
-    }
-}
 
 /// What was saved of a writable range, by page.
 type Saved = Arc<Mutex<HashMap<u64, Vec<u8>>>>;
@@ -122,19 +109,7 @@ impl World {
         ];
         let call = CALLS.get(self.random.below(8) as usize).copied();
         let n = self.random.below(8);
-        let error = match self.random.below(3) {
-            0 => DeviceError::NotReady,
-            1 => {
-                let (free, total) = (Bytes(0), Bytes(self.budget));
-                DeviceError::OutOfMemory {
-                    info: MemoryInfo { free, total },
-                }
-            }
-            _ => DeviceError::Driver {
-                call: Call::Map,
-                code: 1,
-            },
-        };
+        let error = self.random.device_error(Bytes(self.budget));
         let repeat = if self.random.below(2) == 0 {
             Repeat::Once
         } else {

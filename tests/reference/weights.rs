@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use memory_compiler::device::adaptor::{Counting, Streams, Work};
-use memory_compiler::device::{Device, HostMemory, StreamId};
+use memory_compiler::device::{Call, Device, DeviceError, HostMemory, MemoryInfo, StreamId};
 use memory_compiler::pager::{Ahead, Group, OnStream, Pager};
 use memory_compiler::{Address, Bytes};
 
@@ -28,6 +28,23 @@ impl Random {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         (z ^ (z >> 31)) % end
+    }
+
+    /// What a call of a device with `total` bytes may fail with.
+    pub fn device_error(&mut self, total: Bytes) -> DeviceError {
+        match self.below(3) {
+            0 => DeviceError::NotReady,
+            1 => DeviceError::OutOfMemory {
+                info: MemoryInfo {
+                    free: Bytes::ZERO,
+                    total,
+                },
+            },
+            _ => DeviceError::Driver {
+                call: Call::Map,
+                code: 1,
+            },
+        }
     }
 }
 
