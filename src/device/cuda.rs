@@ -124,19 +124,6 @@ impl Cuda {
         self.has_pools
     }
 
-    /// Asks the driver's own pool to give back what it keeps and does not use.
-    ///
-    /// # Errors
-    /// [`Driver`](DeviceError::Driver).
-    pub fn trim_driver_pool(&self) -> Result<(), DeviceError> {
-        let _current = self.enter(Call::TrimPool)?;
-        if self.has_pools {
-            self.gpu.trim_pool()
-        } else {
-            Ok(())
-        }
-    }
-
     fn books(&self) -> MutexGuard<'_, Books> {
         // Books are changed after the last thing that can panic: a poisoned lock guards good ones.
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
@@ -337,7 +324,12 @@ unsafe impl Device for Cuda {
     }
 
     fn trim_pool(&self) -> Result<(), DeviceError> {
-        self.trim_driver_pool()
+        let _current = self.enter(Call::TrimPool)?;
+        if self.has_pools {
+            self.gpu.trim_pool()
+        } else {
+            Ok(())
+        }
     }
 
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {

@@ -315,7 +315,7 @@ fn sixteen_steps_enqueued_at_once_hold_no_more_than_one() -> Result<()> {
     let mut memory = compiler(&device)?;
     drop(memory.step(|| network.forward(6))?);
     device.synchronize()?;
-    gpu.trim_driver_pool().map_err(candle_core::Error::wrap)?;
+    gpu.trim_pool().map_err(candle_core::Error::wrap)?;
     let (one, held) = (in_use()?, memory.stats().held);
     for _ in 0..16 {
         drop(memory.step(|| network.forward(6))?);

@@ -116,9 +116,7 @@ impl Bench {
     /// Waits for the device, empties the driver's pool and returns what is in use then.
     fn settle(&self) -> Result<u64> {
         self.device.synchronize()?;
-        self.gpu
-            .trim_driver_pool()
-            .map_err(candle_core::Error::wrap)?;
+        self.gpu.trim_pool().map_err(candle_core::Error::wrap)?;
         self.in_use()
     }
 

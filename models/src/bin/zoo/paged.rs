@@ -297,7 +297,7 @@ fn in_use(gpu: &Cuda) -> Result<u64> {
 
 fn settle(device: &Device, gpu: &Cuda) -> Result<()> {
     device.synchronize()?;
-    gpu.trim_driver_pool().map_err(candle_core::Error::wrap)
+    gpu.trim_pool().map_err(candle_core::Error::wrap)
 }
 
 /// Bytes a second from page-locked memory of the host, as weights are copied: the best of some copies.
