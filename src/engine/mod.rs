@@ -21,7 +21,8 @@
 //! between it and other threads is its *handover* (`handover`); a *slot* is an entry of the live table, one
 //! for each start of a buffer (`graph::live`).
 //!
-//! The hot path is `alloc` and `free` below: no lock, no map, no device call, no allocation.
+//! The hot path is `alloc` and `free` below: no lock, no device call, no allocation. An
+//! alloc looks nothing up; a free finds its slot in the live table's index.
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 

@@ -340,8 +340,8 @@ impl UseWatch for Inner {
                 weight.filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
             needed.extend(inside.map(|weight| running.group_of[weight]));
         }
-        let is_here = running.thread == std::thread::current().id();
-        if is_here && needed.is_subset(&running.active) {
+        let here = std::thread::current().id();
+        if running.thread == here && needed.is_subset(&running.active) {
             return Ok(());
         }
         let Running {
@@ -350,7 +350,6 @@ impl UseWatch for Inner {
             thread,
             ..
         } = &mut **running;
-        let here = std::thread::current().id();
         if *thread != here {
             // Copies are in order with this thread's stream only.
             let waited = self.pager.device().synchronise();
