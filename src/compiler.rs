@@ -162,7 +162,8 @@ impl Compiler {
     ///
     /// # Errors
     /// What `f` returns; else what the step met inside a hook, where no call could return it:
-    /// [`Error::Strict`], [`Error::OverBudget`], [`Error::OutOfMemory`], and so on.
+    /// [`Error::Strict`], [`Error::OverBudget`], [`Error::OutOfMemory`], and so on; [`Error::Scope`] when a scope
+    /// inside could not open, which leaves `f` there by unwinding.
     pub fn step<T, E: From<Error>>(&mut self, f: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         self.step_named("step", f)
     }
@@ -178,7 +179,7 @@ impl Compiler {
         f: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let step = self.begin(name)?;
-        let result = f()?;
+        let result = watch::catching(f)??;
         step.finish()?;
         Ok(result)
     }
@@ -430,11 +431,17 @@ pub struct Scope {
 /// }
 /// # block();
 /// ```
+///
+/// # Panics
+/// Outside of [`Compiler::step`], when weights that it pins cannot come in: [`Error::Scope`], which a step returns.
 pub fn scope(name: &str) -> Scope {
     open_scope(name, false)
 }
 
 /// The same; inside, a graph break is an error whatever [`Options::strict`] says.
+///
+/// # Panics
+/// As [`scope`].
 pub fn strict_scope(name: &str) -> Scope {
     open_scope(name, true)
 }
@@ -442,12 +449,20 @@ pub fn strict_scope(name: &str) -> Scope {
 fn open_scope(name: &str, strict: bool) -> Scope {
     let opened = current::with_innermost(|engine| (engine.serial, engine.enter(name, strict)));
     let (step, run) = opened.unwrap_or_default();
-    Scope {
+    let mut scope = Scope {
         step,
         run,
-        watched: watch::opened(name),
+        watched: 0,
         thread: PhantomData,
+    };
+    match watch::opened(name) {
+        Ok(number) => scope.watched = number,
+        Err(error) => {
+            drop(scope);
+            watch::unwind(error)
+        }
     }
+    scope
 }
 
 impl Drop for Scope {

@@ -48,6 +48,14 @@ pub enum Error {
         /// Bytes that they can have.
         limit: Bytes,
     },
+    /// A scope could not open, since who watches scopes could not do its work: weights are missing.
+    #[error("scope {path}: {reason}")]
+    Scope {
+        /// Names of the open scopes, the outermost first, without the step.
+        path: String,
+        /// What the watch said.
+        reason: String,
+    },
     /// The device has no memory left. What had been taken for this allocation was given back.
     #[error("device out of memory: asked for {asked}, held {held}, live {live}, free {free}")]
     OutOfMemory {

@@ -2,15 +2,23 @@
 //!
 //! Inside and outside of steps: a model runs the same without a compiler.
 //!
-//! May import: `bookkeeping`.
+//! Opening a scope returns no error, and models have scopes deep inside. So a watch that cannot do its work
+//! unwinds up to the step, which returns the error; outside of a step it is a panic.
+//!
+//! May import: layer 0; `bookkeeping`.
 
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, Weak};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::error::Error;
+
+/// Why a watch could not do its work.
+pub type Refusal = Box<dyn std::error::Error + Send + Sync>;
 
 /// Is told when a scope opens.
 pub trait ScopeWatch: Send + Sync {
@@ -18,7 +26,10 @@ pub trait ScopeWatch: Send + Sync {
     /// first, without the step. What is returned is dropped when the scope closes.
     ///
     /// What it allocates is served by no step. It may not open scopes.
-    fn opened(&self, path: &[String]) -> Option<Box<dyn Any>>;
+    ///
+    /// # Errors
+    /// When the scope's work cannot run: the step then ends with [`Error::Scope`] and this as its reason.
+    fn opened(&self, path: &[String]) -> Result<Option<Box<dyn Any>>, Refusal>;
 }
 
 static WATCHES: RwLock<Vec<Weak<dyn ScopeWatch>>> = RwLock::new(Vec::new());
@@ -39,6 +50,34 @@ thread_local! {
     /// Open scopes, the outermost first.
     static OPEN: ManuallyDrop<RefCell<Vec<Open>>> =
         const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    /// How many callers up the stack return the error of a scope.
+    static CATCHING: Cell<u32> = const { Cell::new(0) };
+}
+
+/// What unwinds from a scope that could not open.
+struct Unwinding(Error);
+
+/// Runs `f`; the error of a scope that could not open inside is returned here. Any other panic passes.
+pub(crate) fn catching<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
+    CATCHING.set(CATCHING.get() + 1);
+    // What `f` had borrowed is left as an early return leaves it.
+    let result = catch_unwind(AssertUnwindSafe(f));
+    CATCHING.set(CATCHING.get() - 1);
+    result.or_else(|payload| match payload.downcast::<Unwinding>() {
+        Ok(unwinding) => Err(unwinding.0),
+        Err(payload) => resume_unwind(payload),
+    })
+}
+
+/// Leaves everything up to the step that returns the error.
+///
+/// # Panics
+/// Where no step is, or the program aborts on panics: with the error as its text.
+pub(crate) fn unwind(error: Error) -> ! {
+    if CATCHING.get() == 0 || cfg!(panic = "abort") {
+        panic!("{error}");
+    }
+    resume_unwind(Box::new(Unwinding(error)))
 }
 
 /// Has `watch` told of scopes that open from now on, on all threads, until it is dropped.
@@ -51,8 +90,11 @@ pub fn watch_scopes(watch: Weak<dyn ScopeWatch>) {
 }
 
 /// Tells that a scope opened; returns its number, 0 where nobody watches.
-pub(crate) fn opened(name: &str) -> u64 {
-    /// Closes the scope again when a watch panics.
+///
+/// # Errors
+/// The refusal of a watch; the scope is closed again.
+pub(crate) fn opened(name: &str) -> Result<u64, Error> {
+    /// Closes the scope again when a watch refuses or panics.
     struct Undo(u64);
     impl Drop for Undo {
         fn drop(&mut self) {
@@ -61,7 +103,7 @@ pub(crate) fn opened(name: &str) -> u64 {
     }
 
     if !ANY.load(Ordering::Acquire) {
-        return 0;
+        return Ok(0);
     }
     let _bookkeeping = Bookkeeping::begin();
     let watches = WATCHES
@@ -81,7 +123,10 @@ pub(crate) fn opened(name: &str) -> u64 {
     });
     let undo = Undo(number);
     for watch in watches.iter().filter_map(Weak::upgrade) {
-        let kept = watch.opened(&path);
+        let kept = watch.opened(&path).map_err(|reason| Error::Scope {
+            path: path.join("/"),
+            reason: reason.to_string(),
+        })?;
         OPEN.with(|all| {
             if let Some(open) = all.borrow_mut().last_mut() {
                 open.kept.extend(kept);
@@ -89,7 +134,7 @@ pub(crate) fn opened(name: &str) -> u64 {
         });
     }
     std::mem::forget(undo);
-    number
+    Ok(number)
 }
 
 /// Closes a scope, in whatever order.

@@ -54,7 +54,7 @@ fn within(limit: Bytes) -> Pager {
     pager(&CPU, &options, Some(limit)).unwrap()
 }
 
-/// Opens files of which nobody else knows.
+/// Opens files of which nobody else knows. Tests run beside each other: each names its weights in its own way.
 fn open(pager: &Pager, paths: &[&Path], dtype: DType) -> Result<Paged> {
     // SAFETY: the tests read a weight in its scope, and leave the files alone.
     unsafe { Paged::open(pager, &CPU, paths, dtype) }
@@ -72,7 +72,7 @@ fn every_format_is_converted_as_candle_converts_it() {
     let formats = [DType::F16, DType::BF16, DType::F32, DType::F64];
     for stored in formats {
         let path = folder.file(&format!("{stored:?}.safetensors"));
-        let names = ["a.weight", "b.weight", "c.weight"];
+        let names = ["format.a.weight", "format.b.weight", "format.c.weight"];
         let tensors = draw(&names, stored);
         candle_core::safetensors::save(&tensors, &path).unwrap();
         for dtype in formats {
@@ -100,18 +100,18 @@ fn every_format_is_converted_as_candle_converts_it() {
 fn shards_are_found_by_their_index() {
     let folder = Folder::new("shards");
     let (first, second) = (
-        draw(&["a.weight"], DType::F32),
-        draw(&["b.weight"], DType::F32),
+        draw(&["shard.a.weight"], DType::F32),
+        draw(&["shard.b.weight"], DType::F32),
     );
     for (name, tensors) in [("1.safetensors", &first), ("2.safetensors", &second)] {
         candle_core::safetensors::save(tensors, folder.file(name)).unwrap();
     }
     let index = folder.file("model.safetensors.index.json");
-    let map = r#"{"weight_map": {"a.weight": "1.safetensors", "b.weight": "2.safetensors"}}"#;
+    let map = r#"{"weight_map": {"shard.a.weight": "1.safetensors", "shard.b.weight": "2.safetensors"}}"#;
     std::fs::write(&index, map).unwrap();
     let pager = within(Bytes::mib(1));
     let paged = open(&pager, &[&index], DType::F32).unwrap();
-    for (name, tensors) in [("a", &first), ("b", &second)] {
+    for (name, tensors) in [("shard.a", &first), ("shard.b", &second)] {
         let full = format!("{name}.weight");
         let weight = paged.var_builder().get((SIDE, SIDE), &full).unwrap();
         let _scope = scope(name);
@@ -170,7 +170,7 @@ fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
 fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
     let folder = Folder::new("budget");
     let path = folder.file("model.safetensors");
-    let names = ["a.weight", "b.weight", "c.weight", "d.weight"];
+    let names = ["budget.a.weight", "budget.b.weight", "budget.c.weight", "budget.d.weight"];
     candle_core::safetensors::save(&draw(&names, DType::F32), &path).unwrap();
     let one = Bytes::kib(48);
     let options = Options {
@@ -207,7 +207,7 @@ fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
     drop(held);
     let small = within(Bytes::kib(16));
     let small = open(&small, &[&path], DType::F32).unwrap();
-    let told = small.var_builder().get((SIDE, SIDE), "a.weight");
+    let told = small.var_builder().get((SIDE, SIDE), "budget.a.weight");
     // Nothing bounds the whole, so that it takes of the rest.
     assert!(told.is_ok());
     assert!(small.stats().pager.beyond_peak > Bytes::ZERO);
@@ -217,10 +217,87 @@ fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
     };
     let bounded = memory_compiler_candle::pager(&CPU, &bounded, None).unwrap();
     let bounded = open(&bounded, &[&path], DType::F32).unwrap();
-    let told = bounded.var_builder().get((SIDE, SIDE), "a.weight");
+    let told = bounded.var_builder().get((SIDE, SIDE), "budget.a.weight");
     let told = told.unwrap_err().to_string();
     assert!(
         told.contains("weights that are used at once need 48.00 KiB"),
         "{told}"
     );
+}
+
+#[test]
+fn a_step_returns_that_a_scope_s_weights_do_not_fit_and_the_next_one_runs() {
+    let folder = Folder::new("scope");
+    let path = folder.file("model.safetensors");
+    let names = ["wide.a", "wide.b", "wide.c"];
+    candle_core::safetensors::save(&draw(&names, DType::F32), &path).unwrap();
+    // One of the three (48 KiB), and the step's own buffers (two of them).
+    let options = Options {
+        granule: Bytes::kib(16),
+        budget: Some(Bytes::kib(144)),
+        ..Options::default()
+    };
+    let pager = pager(&CPU, &options, Some(Bytes::kib(48))).unwrap();
+    let paged = open(&pager, &[&path], DType::F32).unwrap();
+    let vb = paged.var_builder();
+    let weights = names.map(|name| vb.get((SIDE, SIDE), name).unwrap());
+    let mut memory = compiler_sharing(&CPU, &options, &pager).unwrap();
+    let sum = |name: &str| -> Result<Tensor> {
+        let x = Tensor::ones((SIDE, SIDE), DType::F32, &CPU)?;
+        let _scope = scope(name);
+        weights[0].mul(&x)?.sum_all()
+    };
+    let mut sums = Vec::new();
+    for _ in 0..3 {
+        let told = memory.step(|| sum("wide")).unwrap_err().to_string();
+        assert!(
+            told.contains("scope wide: weights that are used at once need"),
+            "{told}"
+        );
+        // A scope of its own for each fits.
+        let narrow = memory.step_named("narrow", || sum("wide.a")).unwrap();
+        sums.push(bits(&narrow));
+    }
+    assert!(sums[0] == sums[1] && sums[1] == sums[2]);
+    let stats = paged.stats();
+    assert!(stats.pager.used <= Bytes::kib(144), "{stats:?}");
+}
+
+#[test]
+fn two_models_with_weights_of_one_name_are_told_apart_by_a_scope_around_each() {
+    let folder = Folder::new("twins");
+    let files = ["first", "second"].map(|name| folder.file(&format!("{name}.safetensors")));
+    let drawn = files.each_ref().map(|path| {
+        let drawn = draw(&["twin.a", "twin.b"], DType::F32);
+        candle_core::safetensors::save(&drawn, path).unwrap();
+        drawn
+    });
+    // One weight each.
+    let pagers = [within(Bytes::kib(48)), within(Bytes::kib(48))];
+    let models = [0, 1].map(|at| open(&pagers[at], &[&files[at]], DType::F32).unwrap());
+    let weights = models.each_ref().map(|paged| {
+        let vb = paged.var_builder();
+        ["twin.a", "twin.b"].map(|name| vb.get((SIDE, SIDE), name).unwrap())
+    });
+    let copied = || models.each_ref().map(|paged| paged.stats().copied);
+    let read = |model: usize| {
+        let _model = scope(["first", "second"][model]);
+        for (weight, name) in weights[model].iter().zip(["twin.a", "twin.b"]) {
+            let _scope = scope(name);
+            assert!(bits(weight) == bits(&drawn[model][name]));
+        }
+    };
+    let before = copied();
+    read(0);
+    assert!(copied()[1] > before[1], "the other one's came in too");
+    models[0].only_in("first");
+    models[1].only_in("second");
+    for _ in 0..2 {
+        let before = copied();
+        read(0);
+        assert!(copied()[0] > before[0]);
+        assert_eq!(copied()[1], before[1]);
+        read(1);
+        assert!(copied()[1] > before[1]);
+    }
 }

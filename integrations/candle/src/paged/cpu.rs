@@ -2,7 +2,7 @@
 //!
 //! A scope whose weights do not fit into what weights may have takes of the rest of the budget until it closes,
 //! since a CPU kernel can read them nowhere else; [`PagedStats::pager`] says how far. Where the budget has not
-//! so much either, it panics with what is needed.
+//! so much either, the step ends with an error that says what is needed.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -14,7 +14,7 @@ use candle_nn::var_builder::SimpleBackend;
 use memory_compiler::device::Device as _;
 use memory_compiler::hook::weights::VecRange;
 use memory_compiler::pager::{Pager, Part, Pinned, Stamp};
-use memory_compiler::{ALIGNMENT, Bytes, ScopeWatch, watch_scopes};
+use memory_compiler::{ALIGNMENT, Bytes, Refusal, ScopeWatch, watch_scopes};
 
 use super::{Files, PagedStats, SMALLEST};
 use crate::wrap;
@@ -42,6 +42,8 @@ struct Books {
     tensors: HashMap<String, Tensor>,
     /// Which weights a path of scopes pins.
     paths: HashMap<Vec<String>, Arc<[usize]>>,
+    /// The scope outside of which no other means these weights.
+    root: Option<String>,
 }
 
 /// See the module's page.
@@ -79,6 +81,12 @@ impl Inner {
             waited: books.waited,
             pager: self.pager.stats(),
         }
+    }
+
+    pub fn only_in(&self, scope: &str) {
+        let mut books = self.lock();
+        books.root = Some(scope.to_owned());
+        books.paths.clear();
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Books> {
@@ -136,8 +144,15 @@ impl Inner {
                 .filter(|&at| named(&books.weights[at].name))
                 .collect()
         };
+        let inside = match &books.root {
+            None => path,
+            Some(root) => match path.iter().position(|name| name == root) {
+                Some(at) => &path[at + 1..],
+                None => &[],
+            },
+        };
         let (mut prefix, mut found) = (String::new(), Vec::new());
-        for name in path {
+        for name in inside {
             let nested = format!("{prefix}.{name}");
             for candidate in [nested.as_str(), name.as_str()] {
                 found = under(candidate);
@@ -216,17 +231,12 @@ impl Inner {
 }
 
 impl ScopeWatch for Inner {
-    /// # Panics
-    /// When the device refuses: the scope could only read bytes that are not there.
-    fn opened(&self, path: &[String]) -> Option<Box<dyn Any>> {
+    fn opened(&self, path: &[String]) -> std::result::Result<Option<Box<dyn Any>>, Refusal> {
         let mut books = self.lock();
         let weights = self.weights_of(&mut books, path);
-        let pin = |&weight: &usize| {
-            self.pin(&mut books, weight)
-                .unwrap_or_else(|error| panic!("weights of {}: {error}", path.join("/")))
-        };
-        let pins: Vec<Pinned> = weights.iter().map(pin).collect();
-        (!pins.is_empty()).then(|| Box::new(pins) as Box<dyn Any>)
+        let pin = |&weight: &usize| self.pin(&mut books, weight);
+        let pins: Vec<Pinned> = weights.iter().map(pin).collect::<Result<_>>()?;
+        Ok((!pins.is_empty()).then(|| Box::new(pins) as Box<dyn Any>))
     }
 }
 

@@ -164,6 +164,17 @@ impl Paged {
         }
     }
 
+    /// Has only scopes inside of one named `scope` mean these weights: for a model whose weights have the names of
+    /// another one's. On the CPU each would else come in for scopes of the other; on a GPU weights come in for
+    /// the work that uses them, and this changes nothing.
+    pub fn only_in(&self, scope: &str) {
+        match &self.0 {
+            Kind::Cpu(inner) => inner.only_in(scope),
+            #[cfg(feature = "cuda")]
+            Kind::Gpu(_) => {}
+        }
+    }
+
     /// The numbers of now.
     #[must_use]
     pub fn stats(&self) -> PagedStats {
