@@ -2,14 +2,15 @@
 # Everything that needs a GPU, from binaries that were built elsewhere: the machine with the GPU needs
 # the driver and the CUDA libraries, no Rust.
 #
-#   tests/gpu.sh build DIR          where Rust and a CUDA toolkit are: builds and collects the binaries
-#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, diffuse, bench, weights, zoo or
-#                                   memcheck, else all
+#   tests/gpu.sh build DIR [PART…]  where Rust and a CUDA toolkit are: builds and collects the binaries;
+#                                   PART is core, candle, burn or linked, else all
+#   tests/gpu.sh run DIR [PART…]    where the GPU is: runs them; PART is tests, diffuse, bench, weights, zoo,
+#                                   burn or memcheck, else all
 #
 # Logs go to ${LOGS:-DIR/logs}. A short table comes last; the exit code is not 0 if anything failed.
 set -uo pipefail
 
-usage() { sed -n '2,10p' "$0" >&2; exit 2; }
+usage() { sed -n '2,11p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 verb=$1; dir=$2; shift 2
 
@@ -24,26 +25,18 @@ for line in sys.stdin:
         print(message["target"]["name"], message["executable"])'
 }
 
-build() {
-  set -e
-  mkdir -p "$dir"
-  collect() {
-    local prefix=$1; shift
-    built "$@" | while read -r name path; do
-      cp "$path" "$dir/$prefix$name"; strip "$dir/$prefix$name"
-    done
-  }
-  # One command a package: Candle links the driver, the crate alone loads it.
+# Every part is a build of its own: Candle links the driver and the crate alone loads it; Candle's way of
+# linking it and cubecl's do not go together.
+collect() {
+  local prefix=$1; shift
+  built "$@" | while read -r name path; do
+    cp "$path" "$dir/$prefix$name"; strip "$dir/$prefix$name"
+  done
+}
+
+core() {
   collect core- -p memory-compiler --features cuda \
     --test device_cuda --test hook_cuda --test robust_cuda --test scenarios
-  # Together, so that Candle's kernels are compiled once.
-  local candle=(--release -p memory-compiler-candle -p memory-compiler-models
-    --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
-  collect candle- "${candle[@]}" --test cuda --test paged_cuda --test cuda_without_the_line
-  cargo build "${candle[@]}" --bin zoo --bin diffuse
-  for name in zoo diffuse; do
-    cp "${CARGO_TARGET_DIR:-target}/release/$name" "$dir/$name"; strip "$dir/$name"
-  done
   cargo bench --no-run --message-format=json -p memory-compiler --features cuda --bench gpu |
     python3 -c '
 import json, sys
@@ -53,16 +46,33 @@ for line in sys.stdin:
         print(message["executable"])' | while read -r path; do
       cp "$path" "$dir/bench-gpu"; strip "$dir/bench-gpu"
     done
-  # Burn, in builds of its own: Candle's way of linking the driver and cubecl's do not go together. Without a
-  # network: DOCS_RS=1, BURN="--features cubecl/cuda-cpp", and stubs of LLVM's symbols in RUSTFLAGS.
-  local burn=(--release -p memory-compiler-burn -p memory-compiler-models ${BURN:-}
+}
+
+# In one command, so that Candle's kernels are compiled once.
+candle() {
+  local build=(--release -p memory-compiler-candle -p memory-compiler-models
+    --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
+  collect candle- "${build[@]}" --test cuda --test paged_cuda --test cuda_without_the_line
+  cargo build "${build[@]}" --bin zoo --bin diffuse
+  for name in zoo diffuse; do
+    cp "${CARGO_TARGET_DIR:-target}/release/$name" "$dir/$name"; strip "$dir/$name"
+  done
+}
+
+# Without a network: DOCS_RS=1, BURN="--features cubecl/cuda-cpp", and stubs of LLVM's symbols in RUSTFLAGS.
+burn() {
+  local build=(--release -p memory-compiler-burn -p memory-compiler-models ${BURN:-}
     --features memory-compiler-burn/cuda,memory-compiler-models/burn-cuda,burn/autotune)
-  collect burn- "${burn[@]}" --test cuda --test cuda_too_late
-  cargo build "${burn[@]}" --bin burn-zoo
+  collect burn- "${build[@]}" --test cuda --test cuda_too_late
+  cargo build "${build[@]}" --bin burn-zoo --bin diffuse
   cp "${CARGO_TARGET_DIR:-target}/release/burn-zoo" "$dir/zoo-burn"; strip "$dir/zoo-burn"
-  cargo build "${burn[@]},burn/fusion" --bin burn-zoo
+  cp "${CARGO_TARGET_DIR:-target}/release/diffuse" "$dir/diffuse-burn"; strip "$dir/diffuse-burn"
+  cargo build "${build[@]},burn/fusion" --bin burn-zoo
   cp "${CARGO_TARGET_DIR:-target}/release/burn-zoo" "$dir/zoo-burn-default"; strip "$dir/zoo-burn-default"
-  # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
+}
+
+# The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
+linked() {
   local linked=${CARGO_TARGET_DIR:-target}/linked profile
   for profile in dev release thin fat; do
     cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked" --profile $profile
@@ -70,7 +80,6 @@ for line in sys.stdin:
   done
   cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked/forgotten" --features forgotten
   cp "$linked/forgotten/debug/linked" "$dir/linked-forgotten"
-  ls -l "$dir"
 }
 
 rows=()
@@ -175,7 +184,16 @@ z-image 1024 1 3 2}"
 }
 
 case $verb in
-  build) build ;;
+  build)
+    set -e; mkdir -p "$dir"
+    for part in "${@:-all}"; do
+      case $part in
+        core|candle|burn|linked) $part ;;
+        all) core; candle; burn; linked ;;
+        *) usage ;;
+      esac
+    done
+    ls -l "$dir" ;;
   run)
     logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
     for part in "${@:-all}"; do

@@ -16,6 +16,7 @@ pub mod unet;
 
 use std::fmt::Debug;
 
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::store::{
     FloatCastAdapter, ModuleAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore,
 };
@@ -64,6 +65,14 @@ impl Network {
         result.map_err(|why| weights::unfit(kind, source, why))
     }
 
+    /// Makes the parameters of a new network, which Burn else makes when they are first used.
+    pub fn make(&self) {
+        match self {
+            Self::Unet(network) => network.visit(&mut Make),
+            Self::Dit(network) => network.visit(&mut Make),
+        }
+    }
+
     /// Predicts `v` for a batch, as [`Denoiser::forward`](crate::Denoiser::forward).
     pub fn forward(
         &self,
@@ -75,6 +84,15 @@ impl Network {
             Self::Unet(network) => network.forward(latents, timestep, class),
             Self::Dit(network) => network.forward(latents, timestep, class),
         }
+    }
+}
+
+/// Asks for every parameter.
+struct Make;
+
+impl ModuleVisitor for Make {
+    fn visit_float<const D: usize>(&mut self, parameter: &Param<Tensor<D>>) {
+        parameter.val();
     }
 }
 

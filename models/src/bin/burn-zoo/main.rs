@@ -231,20 +231,22 @@ impl Bench {
             gpu,
             free: Bytes::ZERO,
         };
-        let began = Instant::now();
-        // The weights, which the first run makes, get places of their exact size.
-        device.memory_persistent_allocations((), |()| {
-            for _ in 0..WARM_UPS {
-                bench.forward();
-            }
-        });
+        // Burn makes weights when they are first asked for. They get places of their exact size; all else of the
+        // first runs, such as what tuning tries kernels on, is in pools and is given back.
+        device.memory_persistent_allocations((), |()| bench.network.make());
+        bench.sync()?;
+        for run in 1..=WARM_UPS {
+            let began = Instant::now();
+            bench.forward();
+            bench.sync()?;
+            eprintln!(
+                "{}: run {run} of {WARM_UPS} before measuring took {:.1} s",
+                kind.name(),
+                began.elapsed().as_secs_f64()
+            );
+        }
         bench.clean()?;
         bench.free = bench.memory()?;
-        eprintln!(
-            "{}: warmed up in {:.1} s",
-            kind.name(),
-            began.elapsed().as_secs_f64()
-        );
         Ok(bench)
     }
 
