@@ -179,7 +179,7 @@ impl Compiler {
         f: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
         let step = self.begin(name)?;
-        let result = watch::catching(f)??;
+        let result = watch::catch_scopes(f)??;
         step.finish()?;
         Ok(result)
     }
@@ -433,7 +433,8 @@ pub struct Scope {
 /// ```
 ///
 /// # Panics
-/// Outside of [`Compiler::step`], when weights that it pins cannot come in: [`Error::Scope`], which a step returns.
+/// When weights that it pins cannot come in, outside of [`Compiler::step`] and [`catch_scopes`](crate::catch_scopes),
+/// which return that.
 pub fn scope(name: &str) -> Scope {
     open_scope(name, false)
 }

@@ -37,4 +37,4 @@ pub use error::{BadFree, Error, Expected};
 pub use options::Options;
 pub use stats::{BranchStats, Compiled, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};
-pub use watch::{Refusal, ScopeWatch, watch_scopes};
+pub use watch::{Refusal, ScopeWatch, catch_scopes, watch_scopes};

@@ -3,7 +3,7 @@
 //! Inside and outside of steps: a model runs the same without a compiler.
 //!
 //! Opening a scope returns no error, and models have scopes deep inside. So a watch that cannot do its work
-//! unwinds up to the step, which returns the error; outside of a step it is a panic.
+//! unwinds up to the step, or [`catch_scopes`], which returns the error; elsewhere it is a panic.
 //!
 //! May import: layer 0; `bookkeeping`.
 
@@ -57,8 +57,15 @@ thread_local! {
 /// What unwinds from a scope that could not open.
 struct Unwinding(Error);
 
-/// Runs `f`; the error of a scope that could not open inside is returned here. Any other panic passes.
-pub(crate) fn catching<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
+/// Runs `f` and returns the error of a scope that could not open inside, as a step does: for work on weights that
+/// is no step.
+///
+/// # Errors
+/// [`Error::Scope`].
+///
+/// # Panics
+/// When `f` does.
+pub fn catch_scopes<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
     CATCHING.set(CATCHING.get() + 1);
     // What `f` had borrowed is left as an early return leaves it.
     let result = catch_unwind(AssertUnwindSafe(f));
@@ -72,7 +79,7 @@ pub(crate) fn catching<T>(f: impl FnOnce() -> T) -> Result<T, Error> {
 /// Leaves everything up to the step that returns the error.
 ///
 /// # Panics
-/// Where no step is, or the program aborts on panics: with the error as its text.
+/// Where nobody catches it, or the program aborts on panics: with the error as its text.
 pub(crate) fn unwind(error: Error) -> ! {
     if CATCHING.get() == 0 || cfg!(panic = "abort") {
         panic!("{error}");

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, Weak};
 
 use memory_compiler::device::{Device, Host};
 use memory_compiler::{
-    Bytes, Compiler, Error, Options, Refusal, ScopeWatch, scope, strict_scope, watch_scopes,
+    Bytes, Compiler, Error, Options, Refusal, ScopeWatch, catch_scopes, scope, strict_scope,
+    watch_scopes,
 };
 
 /// Writes down what it is told, for scopes of its test alone, and refuses those named `missing`.
@@ -134,6 +135,11 @@ fn other_panics_pass_and_outside_of_a_step_it_is_one() {
     }));
     let panic = panic.expect_err("the model's panic");
     assert_eq!(panic.downcast_ref(), Some(&"of the model"));
+    let told = catch_scopes(|| {
+        let _outer = scope("outside");
+        let _missing = scope("missing");
+    });
+    assert_eq!(told, Err(refused("outside/missing")));
     let panic = catch_unwind(|| {
         let _outer = scope("outside");
         let _missing = scope("missing");

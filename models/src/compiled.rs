@@ -3,7 +3,7 @@
 use candle_core::Device;
 use memory_compiler::Stats;
 use memory_compiler::pager::Pager;
-use memory_compiler_candle::{Memory, Options};
+use memory_compiler_candle::{Memory, Options, Paged};
 
 use crate::{Result, run::Stepper};
 
@@ -53,5 +53,16 @@ impl Stepper for Compiled {
         f: impl FnOnce() -> candle_core::Result<T>,
     ) -> candle_core::Result<T> {
         self.memory.step_named(name, f)
+    }
+}
+
+/// Just calls, with weights that come and go.
+impl Stepper for &Paged {
+    fn step<T>(
+        &mut self,
+        _name: &str,
+        f: impl FnOnce() -> candle_core::Result<T>,
+    ) -> candle_core::Result<T> {
+        self.run(f)
     }
 }

@@ -213,6 +213,10 @@ fn a_weight_budget_changes_no_pixel_and_prints_what_was_copied() {
         "w.safetensors",
     );
     assert_refused(&["--weight-budget", "1KiB"], "less than one page");
+    assert_refused(
+        &["--weight-budget", "64KiB", "--budget", "384KiB"],
+        "weights that are used at once need",
+    );
 }
 
 #[test]

@@ -197,7 +197,7 @@ impl From<Error> for StepError {
     }
 }
 
-/// Why the hook refused work on weights, which the driver's code could not say.
+/// Why the hook refused work on weights on this thread last, which the driver's code could not say.
 fn refused() -> Option<Error> {
     #[cfg(feature = "cuda")]
     return hook::uses::take_error();
@@ -230,6 +230,8 @@ impl Memory {
     /// # Errors
     /// As [`step`](Self::step).
     pub fn step_named<T>(&mut self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        // Of work before.
+        drop(refused());
         let result = self
             .compiler
             .step_named(name, || f().map_err(StepError::Candle));

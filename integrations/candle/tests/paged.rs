@@ -107,7 +107,8 @@ fn shards_are_found_by_their_index() {
         candle_core::safetensors::save(tensors, folder.file(name)).unwrap();
     }
     let index = folder.file("model.safetensors.index.json");
-    let map = r#"{"weight_map": {"shard.a.weight": "1.safetensors", "shard.b.weight": "2.safetensors"}}"#;
+    let map =
+        r#"{"weight_map": {"shard.a.weight": "1.safetensors", "shard.b.weight": "2.safetensors"}}"#;
     std::fs::write(&index, map).unwrap();
     let pager = within(Bytes::mib(1));
     let paged = open(&pager, &[&index], DType::F32).unwrap();
@@ -170,7 +171,12 @@ fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
 fn weights_and_steps_share_one_budget_and_what_does_not_fit_is_told() {
     let folder = Folder::new("budget");
     let path = folder.file("model.safetensors");
-    let names = ["budget.a.weight", "budget.b.weight", "budget.c.weight", "budget.d.weight"];
+    let names = [
+        "budget.a.weight",
+        "budget.b.weight",
+        "budget.c.weight",
+        "budget.d.weight",
+    ];
     candle_core::safetensors::save(&draw(&names, DType::F32), &path).unwrap();
     let one = Bytes::kib(48);
     let options = Options {

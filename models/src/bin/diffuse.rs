@@ -257,12 +257,16 @@ fn draw(arguments: &Arguments) -> Result<()> {
             steps: 1,
             ..job.clone()
         };
-        sample(model.as_ref(), &once, &mut Plain, || ())?;
+        match &paged {
+            Some(paged) => sample(model.as_ref(), &once, &mut &*paged, || ())?,
+            None => sample(model.as_ref(), &once, &mut Plain, || ())?,
+        };
         device.synchronize()?;
     }
-    let (images, time, calls) = match &mut compiled {
-        Some(compiled) => run(model.as_ref(), &job, compiled, "compiled memory")?,
-        None => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
+    let (images, time, calls) = match (&mut compiled, &paged) {
+        (Some(compiled), _) => run(model.as_ref(), &job, compiled, "compiled memory")?,
+        (None, Some(paged)) => run(model.as_ref(), &job, &mut &*paged, "plain memory")?,
+        (None, None) => run(model.as_ref(), &job, &mut Plain, "plain memory")?,
     };
     let ran = paged.as_ref().map(Paged::stats);
     let plain = match (arguments.memory.compare, &paged) {

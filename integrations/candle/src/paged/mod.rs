@@ -36,6 +36,7 @@ use memory_compiler::Bytes;
 use memory_compiler::pager::{Pager, PagerStats};
 
 use self::files::Files;
+use crate::{refused, wrap};
 
 /// The smallest tensor that is paged.
 const SMALLEST: u64 = memory_compiler::hook::host::SMALLEST_THRESHOLD.0;
@@ -173,6 +174,16 @@ impl Paged {
             #[cfg(feature = "cuda")]
             Kind::Gpu(_) => {}
         }
+    }
+
+    /// Runs `f`, work on these weights that is no step, on plain memory.
+    ///
+    /// # Errors
+    /// What `f` returns; where weights could not come in, why, as [`Memory::step`](crate::Memory::step) says it.
+    pub fn run<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        drop(refused());
+        let result = memory_compiler::catch_scopes(f).map_err(wrap)?;
+        result.map_err(|error| refused().map_or(error, wrap))
     }
 
     /// The numbers of now.
