@@ -13,9 +13,13 @@
 //!
 //! When the first group comes round again, the pages are arranged for the order that was seen: every group
 //! keeps a share of its pages in memory, and the others share the frames of a ring ([`super::plan`],
-//! [`super::range`]). From then on a step makes no call of the device but copies and fences. Another order, a
+//! [`super::range`]). From then on a step makes no call of the device but copies and fences. The third round is
+//! timed ([`super::clock`]), and the pages are arranged once more where that makes a round shorter. Another order, a
 //! skipped group, memory that a step or another model took: all of that is served as it comes, and arranged
 //! again when the order repeats.
+//!
+//! Groups come in ahead one after the other, as far as frames are free: the next ones that are expected take no
+//! frame of one that is expected before them.
 //!
 //! Invariants:
 //! - a page's contents are the weights' exactly when `filled` has its stamp;
@@ -25,15 +29,16 @@
 //!
 //! May import: layers 0 and 3; `bookkeeping`.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::books::Reached;
 use super::carrier::Carrier;
+use super::clock::{Clock, Round};
 use super::plan::plan;
 use super::{Part, WeightRange};
 use crate::bookkeeping::Bookkeeping;
-use crate::device::{Call, DeviceError};
+use crate::device::{Call, DeviceError, Moment};
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
@@ -64,6 +69,8 @@ struct Page {
     batch: u64,
     /// The mark after the last work that used it.
     used: u64,
+    /// How many of the groups that are expected have it.
+    expected: u32,
 }
 
 #[derive(Debug, Default)]
@@ -78,6 +85,9 @@ struct Pages {
 struct Arranged {
     order: Vec<Group>,
     frames: u64,
+    rings: Vec<Vec<u32>>,
+    /// Whether it was made for times that were taken, or none can be.
+    is_timed: bool,
     /// How often they were arranged again for the same, because a page had to leave its ring.
     repeats: u32,
 }
@@ -89,6 +99,19 @@ const REPEATS: u32 = 2;
 /// How many rounds the first group of one may not come.
 const PATIENCE: usize = 4;
 
+/// How many groups come in ahead at most, where others may have their memory meanwhile.
+const DEPTH: usize = 64;
+
+/// A group that is expected.
+#[derive(Debug)]
+struct Expected {
+    group: Group,
+    /// Its pages that are pinned.
+    pinned: Vec<u32>,
+    /// Whether all of it is in memory, or will be when the copies are done.
+    is_whole: bool,
+}
+
 /// See the module's page.
 #[derive(Debug)]
 pub struct Ahead {
@@ -98,8 +121,8 @@ pub struct Ahead {
     pages: Vec<Page>,
     /// Entered now, each once.
     active: BTreeSet<Group>,
-    /// The group that is expected, and the pages of it that are pinned already.
-    next: Option<(Group, Vec<u32>)>,
+    /// The groups that are expected and come in, in order.
+    next: VecDeque<Expected>,
     /// What followed a group, after which other one.
     follows: BTreeMap<(Option<Group>, Group), Group>,
     /// The two groups entered last.
@@ -110,6 +133,10 @@ pub struct Ahead {
     /// Groups entered since the first one was.
     since_first: usize,
     arranged: Option<Arranged>,
+    /// While times are taken.
+    clock: Option<Clock>,
+    /// What a round took when times were taken last.
+    timed: Option<Round>,
     /// Whether frames are shared, so that copies have to wait for work.
     is_streaming: bool,
     /// Whether a copy was given up after its frame was taken over: the next ones wait for all work.
@@ -131,13 +158,15 @@ impl Ahead {
             groups: Vec::new(),
             pages: (0..page_count).map(|_| Page::default()).collect(),
             active: BTreeSet::new(),
-            next: None,
+            next: VecDeque::new(),
             follows: BTreeMap::new(),
             last: (None, None),
             round: Vec::new(),
             first: None,
             since_first: 0,
             arranged: None,
+            clock: None,
+            timed: None,
             is_streaming: false,
             is_unordered: false,
             mark: 0,
@@ -204,12 +233,19 @@ impl Ahead {
                 self.arrange_if_due(group)?;
             }
         }
+        let before = self.moment_if_timed();
         self.bring(group)?;
+        if !is_inside {
+            let after = self.moment_if_timed();
+            if let Some(clock) = &mut self.clock {
+                clock.lap(group, before, after);
+            }
+        }
         self.groups[group.0 as usize].entered = 1;
         self.active.insert(group);
         self.stats.entered += 1;
         if !is_inside {
-            self.let_go_next();
+            self.let_go_first();
             self.learn(group);
             self.look_ahead();
         }
@@ -254,19 +290,45 @@ impl Ahead {
         !self.active.is_empty() && self.pages_of(group).iter().all(is_held)
     }
 
-    /// Lets go of what came in for another group than `group`, when its copies are done.
+    /// Where times are taken, the time when the work gets here.
+    fn moment_if_timed(&mut self) -> Option<Moment> {
+        self.clock.as_ref()?;
+        self.carrier.moment()
+    }
+
+    /// Lets go of what came in for others than `group` before it, when its copies are done.
     fn forget_unless(&mut self, group: Group) -> Result<(), Error> {
-        if self.next.as_ref().is_some_and(|&(next, _)| next != group) {
+        if self.next.front().is_none_or(|first| first.group == group) {
+            return Ok(());
+        }
+        if self.next.iter().any(|next| !next.pinned.is_empty()) {
             self.carrier.settle().map_err(refused(Call::Synchronise))?;
-            self.let_go_next();
+        }
+        while self.next.front().is_some_and(|first| first.group != group) {
+            self.let_go_first();
         }
         Ok(())
     }
 
-    fn let_go_next(&mut self) {
-        if let Some((_, pages)) = self.next.take() {
+    fn let_go_first(&mut self) {
+        let first = self.next.pop_front();
+        first.into_iter().for_each(|first| self.let_go(first));
+    }
+
+    fn let_go_all(&mut self) {
+        while !self.next.is_empty() {
+            self.let_go_first();
+        }
+    }
+
+    fn let_go(&mut self, expected: Expected) {
+        for &page in &self.groups[expected.group.0 as usize].pages {
+            self.pages[page as usize].expected -= 1;
+        }
+        if !expected.pinned.is_empty() {
             let mut locked = self.range.0.pager.lock();
-            locked.books.unpin_all(self.range.0.id, pages.into_iter());
+            let pinned = expected.pinned.into_iter();
+            locked.books.unpin_all(self.range.0.id, pinned);
         }
     }
 
@@ -380,25 +442,53 @@ impl Ahead {
         }
     }
 
-    /// Has the group come in that follows, as far as there is room beside what is entered.
+    /// Has the groups come in that follow, as far as there is room beside what is entered.
     fn look_ahead(&mut self) {
-        let (before, Some(last)) = self.last else {
-            return;
-        };
-        let next = self.follows.get(&(before, last));
-        let next = next.or_else(|| self.follows.get(&(None, last))).copied();
-        let Some(next) = next.filter(|next| !self.active.contains(next)) else {
-            return;
-        };
         if !self.carrier.is_beside() {
             return;
         }
-        let reached = {
-            let mut locked = self.range.0.pager.lock();
-            let pages = &self.groups[next.0 as usize].pages;
-            locked.books.enter_ahead(self.range.0.id, pages)
+        // Who holds pages for what is only expected keeps them from steps.
+        let depth = if self.carrier.is_work_of_the_device() {
+            DEPTH
+        } else {
+            1
         };
-        match self.fill(&reached) {
+        // What came in by half is looked at again.
+        if let Some(half) = self.next.pop_back_if(|last| !last.is_whole) {
+            self.let_go(half);
+        }
+        let mut last = self.last;
+        for expected in &self.next {
+            last = (last.1, Some(expected.group));
+        }
+        while self.next.len() < depth {
+            let (before, Some(group)) = last else { break };
+            let next = self.follows.get(&(before, group));
+            let next = next.or_else(|| self.follows.get(&(None, group))).copied();
+            let is_new = |next: &Group| {
+                !self.active.contains(next) && self.next.iter().all(|other| other.group != *next)
+            };
+            let Some(next) = next.filter(is_new) else {
+                break;
+            };
+            if !self.bring_ahead(next) {
+                break;
+            }
+            last = (Some(group), Some(next));
+        }
+    }
+
+    /// Has a group come in behind those that are expected already; whether all of it does.
+    fn bring_ahead(&mut self, group: Group) -> bool {
+        let reached = {
+            let keeps = |page: u32| self.pages[page as usize].expected > 0;
+            let mut locked = self.range.0.pager.lock();
+            let pages = &self.groups[group.0 as usize].pages;
+            locked.books.enter_ahead(self.range.0.id, pages, keeps)
+        };
+        let filled = self.fill(&reached);
+        let is_filled = filled.is_ok();
+        match filled {
             Ok(copied) => self.stats.copied_ahead.0 += copied.0,
             Err(error) => {
                 // Whoever enters it asks again, and is told.
@@ -406,12 +496,22 @@ impl Ahead {
                 self.is_unordered = true;
             }
         }
-        let pinned = reached.stamps.into_iter().map(|(page, _)| page).collect();
-        self.next = Some((next, pinned));
+        let mut pinned: Vec<u32> = reached.stamps.into_iter().map(|(page, _)| page).collect();
+        let is_whole = is_filled && pinned.len() == self.pages_of(group).len();
         if self.carrier.is_work_of_the_device() {
             // A step or another model may have them before they are used.
-            self.let_go_next();
+            let mut locked = self.range.0.pager.lock();
+            locked.books.unpin_all(self.range.0.id, pinned.drain(..));
         }
+        for &page in &self.groups[group.0 as usize].pages {
+            self.pages[page as usize].expected += 1;
+        }
+        self.next.push_back(Expected {
+            group,
+            pinned,
+            is_whole,
+        });
+        is_whole
     }
 
     /// When the first group comes round, arranges the pages for the order of use, unless they are already.
@@ -426,41 +526,70 @@ impl Ahead {
         };
         let mut order = std::mem::take(&mut self.round);
         let mut repeats = 0;
-        if let Some(arranged) = &self.arranged {
+        if let Some(arranged) = &mut self.arranged {
             let is_known = |group: &Group| arranged.order.contains(group);
             let is_known = order.iter().all(is_known);
             // A little more memory is not worth it.
             let is_enough =
                 frames >= arranged.frames && frames - arranged.frames <= 1 + arranged.frames / 16;
             if is_known && is_enough {
-                if !is_disturbed || arranged.repeats >= REPEATS {
+                if is_disturbed && arranged.repeats < REPEATS {
+                    repeats = arranged.repeats + 1;
+                } else if arranged.is_timed {
+                    return Ok(());
+                } else if let Some(clock) = self.clock.take() {
+                    self.timed = clock.end(&mut *self.carrier);
+                    // Once, whatever was found.
+                    arranged.is_timed = true;
+                    repeats = arranged.repeats;
+                } else {
+                    self.clock = Some(Clock::begin(&mut *self.carrier));
                     return Ok(());
                 }
-                repeats = arranged.repeats + 1;
             }
             if is_known {
                 // Those that were skipped in this round come again.
                 order.clone_from(&arranged.order);
             }
         }
+        if self.clock.take().is_some() {
+            self.carrier.take_times(false);
+        }
         let pages: Vec<Vec<u32>> = order
             .iter()
             .map(|&group| self.pages_of(group).to_vec())
             .collect();
-        let rings = plan(&pages, usize::try_from(frames).unwrap_or(usize::MAX));
+        let granule = self.range.granule();
+        let times = self.timed.as_ref();
+        let times = times.and_then(|timed| timed.times(&order, granule));
+        let frame_count = usize::try_from(frames).unwrap_or(usize::MAX);
         // What cannot be arranged is served as it comes.
-        let rings = rings.unwrap_or_default();
+        let rings = plan(&pages, frame_count, times.as_ref()).unwrap_or_default();
+        let is_new = is_disturbed
+            || self
+                .arranged
+                .as_ref()
+                .is_none_or(|arranged| arranged.rings != rings);
+        // Where nothing streams, and where no times are taken, there is nothing to find out.
+        let is_timed = times.is_some()
+            || rings.is_empty()
+            || self
+                .arranged
+                .as_ref()
+                .is_some_and(|arranged| arranged.is_timed && arranged.order == order);
         self.arranged = Some(Arranged {
             order,
             frames,
+            rings: rings.clone(),
+            is_timed,
             repeats,
         });
-        if rings.is_empty() && !self.is_streaming {
+        if !is_new || (rings.is_empty() && !self.is_streaming) {
             return Ok(());
         }
         // Work waits for no copy that is not done, and nothing is being copied when pages go.
         self.carrier.settle().map_err(refused(Call::Synchronise))?;
-        self.let_go_next();
+        self.let_go_all();
         let is_streaming = !rings.is_empty();
         let mut locked = self.range.0.pager.lock();
         let arranged = locked.books.arrange(self.range.0.id, rings);
@@ -480,7 +609,7 @@ impl Drop for Ahead {
         if let Err(error) = self.carrier.settle() {
             tracing::warn!(%error, "copies of weights were not waited for");
         }
-        self.let_go_next();
+        self.let_go_all();
         for group in std::mem::take(&mut self.active) {
             let pages = self.groups[group.0 as usize].pages.iter().copied();
             let mut locked = self.range.0.pager.lock();

@@ -207,7 +207,7 @@ impl Books {
     /// of lower ranges, of this one, then of higher ones. `None` when they do not fit. `pages` ascend.
     pub fn enter(&mut self, id: u64, pages: &[u32]) -> Result<Option<Reached>, Refused> {
         let range = self.range(id);
-        let taken = range.take_over(pages);
+        let taken = range.take_over(pages, |_| false);
         let missing = range.missing(pages);
         if !missing.is_empty() {
             if missing
@@ -232,12 +232,12 @@ impl Books {
         Ok(Some(Reached { stamps, taken }))
     }
 
-    /// Makes as many of the pages resident as can be without taking one from what is in use or from
-    /// others, and pins those. `pages` ascend.
-    pub fn enter_ahead(&mut self, id: u64, pages: &[u32]) -> Reached {
+    /// Makes as many of the pages resident as can be without taking one from what is in use, from what `keeps`
+    /// names or from others, and pins those. `pages` ascend.
+    pub fn enter_ahead(&mut self, id: u64, pages: &[u32], keeps: impl Fn(u32) -> bool) -> Reached {
         let budget = self.budget.free();
         let range = self.range(id);
-        let taken = range.take_over(pages);
+        let taken = range.take_over(pages, keeps);
         let room = budget.0 / range.pages.granule.0 + range.pages.spare_count();
         let mut missing = range.missing(pages);
         missing.retain(|&page| !range.is_ring_taken(page));

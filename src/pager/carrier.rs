@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use super::Part;
 use crate::bookkeeping::Bookkeeping;
 use crate::device::{Device, DeviceError, Fence, HostMemory, Moment, StreamId};
+use crate::units::Bytes;
 
 /// See the module's page. Marks and batches are numbered by the caller, ascending.
 pub trait Carrier: fmt::Debug + Send {
@@ -74,6 +75,27 @@ pub trait Carrier: fmt::Debug + Send {
     fn waited(&mut self) -> Duration {
         Duration::ZERO
     }
+
+    /// Begins, or ends, to take the times of copies, forgetting those of before.
+    fn take_times(&mut self, takes: bool) {
+        let _ = takes;
+    }
+
+    /// Bytes copied since, and how long that took; `None` where it is not known.
+    fn copying(&mut self) -> Option<(Bytes, Duration)> {
+        None
+    }
+
+    /// Takes the time when the work gets here; `None` where it cannot.
+    fn moment(&mut self) -> Option<Moment> {
+        None
+    }
+
+    /// The time between two moments of the work, which it waits for and forgets.
+    fn elapsed(&mut self, from: Moment, to: Moment) -> Option<Duration> {
+        let _ = (from, to);
+        None
+    }
 }
 
 /// The most marks that are kept for copies which may never come.
@@ -91,10 +113,22 @@ pub struct OnStream {
     copies: StreamId,
     image: Arc<HostMemory>,
     marks: VecDeque<(u64, Fence)>,
+    /// The last mark that copies wait for.
+    passed: u64,
     batches: VecDeque<(u64, Fence)>,
     /// Waits of the work, of which the time was not asked for yet.
     waits: VecDeque<(Moment, Moment)>,
     waited: Duration,
+    times: Option<Box<CopyTimes>>,
+}
+
+/// Times of copies that are being taken.
+#[derive(Debug, Default)]
+struct CopyTimes {
+    /// When the batch that is asked for began.
+    began: Option<Moment>,
+    batches: Vec<(Moment, Moment)>,
+    copied: Bytes,
 }
 
 impl OnStream {
@@ -114,9 +148,11 @@ impl OnStream {
             copies,
             image,
             marks: VecDeque::new(),
+            passed: 0,
             batches: VecDeque::new(),
             waits: VecDeque::new(),
             waited: Duration::ZERO,
+            times: None,
         })
     }
 
@@ -155,16 +191,22 @@ impl Carrier for OnStream {
     fn mark(&mut self, mark: u64) -> Result<(), DeviceError> {
         if let (true, Some(&(oldest, _))) = (self.marks.len() >= MARKS, self.marks.front()) {
             Self::pass(&*self.device, self.copies, &mut self.marks, oldest)?;
+            self.passed = self.passed.max(oldest);
         }
         self.marks.push_back((mark, self.device.fence(self.work)?));
         Ok(())
     }
 
     fn after(&mut self, mark: u64) -> Result<(), DeviceError> {
+        if mark <= self.passed {
+            return Ok(());
+        }
         if self.marks.back().is_none_or(|&(newest, _)| newest < mark) {
             self.mark(mark)?;
         }
-        Self::pass(&*self.device, self.copies, &mut self.marks, mark)
+        Self::pass(&*self.device, self.copies, &mut self.marks, mark)?;
+        self.passed = mark;
+        Ok(())
     }
 
     fn copy(&mut self, part: Part) -> Result<(), DeviceError> {
@@ -175,11 +217,23 @@ impl Carrier for OnStream {
         } = part;
         // The last page of a range may reach beyond its image.
         let size = size.min(self.image.size().saturating_sub(offset));
+        if let Some(times) = &mut self.times {
+            times.copied.0 += size.0;
+            if times.began.is_none() {
+                times.began = self.device.moment(self.copies).ok();
+            }
+        }
         self.device
             .enqueue_copy(self.copies, address, &self.image, offset, size)
     }
 
     fn close(&mut self, batch: u64) -> Result<(), DeviceError> {
+        if let Some(times) = &mut self.times
+            && let Some(began) = times.began.take()
+            && let Ok(over) = self.device.moment(self.copies)
+        {
+            times.batches.push((began, over));
+        }
         self.batches
             .push_back((batch, self.device.fence(self.copies)?));
         Ok(())
@@ -198,6 +252,26 @@ impl Carrier for OnStream {
     fn waited(&mut self) -> Duration {
         self.add_waits(0);
         self.waited
+    }
+
+    fn take_times(&mut self, takes: bool) {
+        self.times = takes.then(Box::default);
+    }
+
+    fn copying(&mut self) -> Option<(Bytes, Duration)> {
+        let times = self.times.as_mut()?;
+        let batches = std::mem::take(&mut times.batches);
+        let elapsed = |(from, to)| self.device.elapsed(from, to).ok();
+        let took = batches.into_iter().map(elapsed).sum::<Option<Duration>>()?;
+        (times.copied > Bytes::ZERO).then_some((std::mem::take(&mut times.copied), took))
+    }
+
+    fn moment(&mut self) -> Option<Moment> {
+        self.device.moment(self.work).ok()
+    }
+
+    fn elapsed(&mut self, from: Moment, to: Moment) -> Option<Duration> {
+        self.device.elapsed(from, to).ok()
     }
 
     fn settle(&mut self) -> Result<(), DeviceError> {

@@ -53,6 +53,7 @@
 mod ahead;
 mod books;
 mod carrier;
+mod clock;
 mod plan;
 mod range;
 

@@ -2,14 +2,18 @@
 //!
 //! ```text
 //!   groups in order of use    | a a a a | b b b | c c c c c |
-//!   kept                        a a       b       c c          the same share of each group
+//!   kept                        a a       b       c c          some pages of each group
 //!   streamed                        0 1     2 3       0 1 2    frame of the ring, in turn
 //! ```
 //!
-//! Every group keeps the same share of its pages, so that copying is spread evenly over the work and the
-//! ring needs room only for what two groups in a row stream: one is used while the next one comes in. A page
-//! counts for the group that uses it first; those that several groups use (with the end of one and the begin of
-//! another) are the first to be kept. What a group streams has a frame each.
+//! A page that is streamed comes in once its frame's last page was used. Where nothing is known of times, every
+//! group keeps the same share of its pages, and the ring has room for what two groups in a row stream: one is used
+//! while the next one comes in. Where it is known how long each group's work and a copy take, rings of several sizes
+//! are tried: each time pages of the group that waits longest are kept, and the plan in which a simulated round
+//! is shortest wins.
+//!
+//! A page counts for the group that uses it first; those that several groups use (with the end of one and the begin
+//! of another) are the first to be kept. What a group streams has a frame each.
 //!
 //! Pure: knows nothing of devices. May import: nothing.
 
@@ -18,95 +22,254 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Steps in which the share that is kept is tried.
 const STEPS: usize = 1000;
 
+/// Turns in which pages are chosen that are kept, where times are known.
+const TURNS: usize = 32;
+
+/// Sizes of the ring that are tried then.
+const SIZES: usize = 16;
+
+/// A plan that copies less is preferred to one that is shorter by no more than one in this many.
+const EQUAL: u64 = 200;
+
+/// How long things take, in any one unit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Times {
+    /// The work of each group.
+    pub work: Vec<u64>,
+    /// A copy of a page.
+    pub page: u64,
+}
+
 /// The pages that share each frame, for groups in order of use, each with its pages in ascending order, and
 /// `frames` frames for all. No ring where all of it fits; `None` where a group does not.
-pub(super) fn plan(groups: &[Vec<u32>], frames: usize) -> Option<Vec<Vec<u32>>> {
-    let mut users: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-    for (number, group) in groups.iter().enumerate() {
-        for &page in group {
-            users.entry(page).or_default().push(number);
-        }
-    }
-    if users.len() <= frames {
+pub(super) fn plan(
+    groups: &[Vec<u32>],
+    frames: usize,
+    times: Option<&Times>,
+) -> Option<Vec<Vec<u32>>> {
+    let pages = Pages::new(groups);
+    if pages.users.len() <= frames {
         return Some(Vec::new());
     }
-    // Pages by the group that uses them first, those that are best kept first.
-    let own: Vec<Vec<u32>> = groups
+    let even = pages.even(frames);
+    let Some(times) = times else {
+        return pages.share_frames(&even?);
+    };
+    let timed = pages.timed(frames, times);
+    let mut choices: Vec<(u64, Choice)> = even
+        .into_iter()
+        .chain(timed)
+        .map(|choice| (choice.round(times).0, choice))
+        .collect();
+    let shortest = choices.iter().map(|&(round, _)| round).min()?;
+    choices.sort_by_key(|(round, choice)| {
+        let is_equal = round - shortest <= shortest / EQUAL;
+        (!is_equal, if is_equal { 0 } else { *round }, choice.total())
+    });
+    choices
         .iter()
-        .enumerate()
-        .map(|(number, group)| {
+        .find_map(|(_, choice)| pages.share_frames(choice))
+}
+
+/// How many pages each group streams, and over how many frames.
+#[derive(Clone, Debug)]
+struct Choice {
+    streamed: Vec<usize>,
+    ring: usize,
+}
+
+impl Choice {
+    fn total(&self) -> usize {
+        self.streamed.iter().sum()
+    }
+
+    /// Of each group, the one after whose work its copies can come: its number, and whether that is of the round
+    /// before.
+    fn gates(&self) -> Vec<(bool, usize)> {
+        let mut owners = Vec::with_capacity(self.total());
+        for (group, &count) in self.streamed.iter().enumerate() {
+            owners.extend(std::iter::repeat_n(group, count));
+        }
+        let last = owners.len().saturating_sub(1);
+        let mut gates = vec![(true, 0); self.streamed.len()];
+        for (page, &group) in owners.iter().enumerate() {
+            let gate = match page.checked_sub(self.ring) {
+                Some(before) => (false, owners[before]),
+                None => (true, owners[page + (last - page) / self.ring * self.ring]),
+            };
+            let latest = |&(is_before, group): &(bool, usize)| (!is_before, group);
+            if latest(&gate) > latest(&gates[group]) {
+                gates[group] = gate;
+            }
+        }
+        gates
+    }
+
+    /// How long a round takes when others came before, and how long each group waits in it.
+    fn round(&self, times: &Times) -> (u64, Vec<u64>) {
+        let gates = self.gates();
+        let mut waits = vec![0; self.streamed.len()];
+        let (mut before, mut done) = (vec![0; self.streamed.len()], vec![0; self.streamed.len()]);
+        let (mut now, mut copied, mut began) = (0, 0, 0);
+        for _ in 0..3 {
+            began = now;
+            for (group, &count) in self.streamed.iter().enumerate() {
+                if count > 0 {
+                    let gate = match gates[group] {
+                        (true, group) => before[group],
+                        (false, group) => done[group],
+                    };
+                    copied = gate.max(copied) + count as u64 * times.page;
+                    waits[group] = copied.saturating_sub(now);
+                    now = now.max(copied);
+                }
+                now += times.work[group];
+                done[group] = now;
+            }
+            std::mem::swap(&mut before, &mut done);
+        }
+        (now - began, waits)
+    }
+}
+
+/// Pages by who uses them.
+struct Pages<'g> {
+    groups: &'g [Vec<u32>],
+    /// The groups that use each page.
+    users: BTreeMap<u32, Vec<usize>>,
+    /// Of each group, those that it uses first, the best kept ones in front.
+    own: Vec<Vec<u32>>,
+}
+
+impl<'g> Pages<'g> {
+    fn new(groups: &'g [Vec<u32>]) -> Self {
+        let mut users: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (number, group) in groups.iter().enumerate() {
+            for &page in group {
+                users.entry(page).or_default().push(number);
+            }
+        }
+        let own = groups.iter().enumerate().map(|(number, group)| {
             let is_own = |page: &&u32| users[page][0] == number;
             let mut own: Vec<u32> = group.iter().filter(is_own).copied().collect();
             own.sort_by_key(|page| std::cmp::Reverse(users[page].len()));
             own
-        })
-        .collect();
-    let streamed = |share: usize| -> BTreeSet<u32> {
-        let of_group = |group: &Vec<u32>| group[group.len() * share / STEPS..].to_vec();
-        own.iter().flat_map(of_group).collect()
-    };
-    // The most of these that a group and the one after it use; the first one comes after the last.
-    let window = |pages: &BTreeSet<u32>| {
-        let next = groups.iter().cycle().skip(1);
-        let pairs = groups.iter().zip(next).map(|(one, next)| {
-            let both: BTreeSet<&u32> = one.iter().chain(next).collect();
-            both.into_iter().filter(|page| pages.contains(page)).count()
         });
-        pairs.max().unwrap_or(0)
-    };
-    // More kept pages leave less room for the ring: the largest share is found by halving.
-    let fits = |share: usize| {
-        let pages = streamed(share);
-        users.len() - pages.len() + window(&pages) <= frames
-    };
-    let (mut share, mut above) = (0, STEPS);
-    while above - share > 1 {
-        let middle = share.midpoint(above);
-        if fits(middle) {
-            share = middle;
-        } else {
-            above = middle;
-        }
+        let own = own.collect();
+        Self { groups, users, own }
     }
-    let pages = streamed(share);
-    // Without room for two groups the next one comes in as far as there is room.
-    let ring = frames.checked_sub(users.len() - pages.len())?;
-    share_frames(groups, &users, &own, &pages, ring)
-}
 
-/// Gives each of `pages` one of `ring` frames, in turn, so that no two of a group have the same.
-fn share_frames(
-    groups: &[Vec<u32>],
-    users: &BTreeMap<u32, Vec<usize>>,
-    own: &[Vec<u32>],
-    pages: &BTreeSet<u32>,
-    ring: usize,
-) -> Option<Vec<Vec<u32>>> {
-    let mut rings: Vec<Vec<u32>> = vec![Vec::new(); ring.min(pages.len())];
-    let mut taken: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); groups.len()];
-    let mut turn = 0;
-    for own in own {
-        let mut own: Vec<u32> = own
-            .iter()
-            .copied()
-            .filter(|page| pages.contains(page))
-            .collect();
-        own.sort_unstable();
-        for page in own {
-            let is_free = |frame: &usize| {
-                let mut users = users[&page].iter();
-                users.all(|&user| !taken[user].contains(frame))
-            };
-            let in_turn = (turn..rings.len()).chain(0..turn);
-            let frame = in_turn.into_iter().find(is_free)?;
-            turn = (frame + 1) % rings.len();
-            rings[frame].push(page);
-            users[&page].iter().for_each(|&user| {
-                taken[user].insert(frame);
-            });
-        }
+    fn streamed(&self, counts: &[usize]) -> BTreeSet<u32> {
+        let of_group = |(own, &count): (&Vec<u32>, &usize)| own[own.len() - count..].to_vec();
+        self.own.iter().zip(counts).flat_map(of_group).collect()
     }
-    Some(rings)
+
+    /// Every group keeps the same share, and the ring has room for two groups in a row, if there is any.
+    fn even(&self, frames: usize) -> Option<Choice> {
+        let counts = |share: usize| -> Vec<usize> {
+            let count = |own: &Vec<u32>| own.len() - own.len() * share / STEPS;
+            self.own.iter().map(count).collect()
+        };
+        // The most of these that a group and the one after it use; the first one comes after the last.
+        let window = |pages: &BTreeSet<u32>| {
+            let next = self.groups.iter().cycle().skip(1);
+            let pairs = self.groups.iter().zip(next).map(|(one, next)| {
+                let both: BTreeSet<&u32> = one.iter().chain(next).collect();
+                both.into_iter().filter(|page| pages.contains(page)).count()
+            });
+            pairs.max().unwrap_or(0)
+        };
+        // More kept pages leave less room for the ring: the largest share is found by halving.
+        let fits = |share: usize| {
+            let pages = self.streamed(&counts(share));
+            self.users.len() - pages.len() + window(&pages) <= frames
+        };
+        let (mut share, mut above) = (0, STEPS);
+        while above - share > 1 {
+            let middle = share.midpoint(above);
+            if fits(middle) {
+                share = middle;
+            } else {
+                above = middle;
+            }
+        }
+        let streamed = counts(share);
+        let kept = self.users.len() - streamed.iter().sum::<usize>();
+        // Without room for two groups the next one comes in as far as there is room.
+        let ring = frames.checked_sub(kept)?;
+        Some(Choice { streamed, ring })
+    }
+
+    /// Choices for rings of several sizes. With a ring of `n` frames `excess + n` pages have to stream, and frames
+    /// are free in the order of use from one round to the next where that is a multiple of `n`.
+    fn timed(&self, frames: usize, times: &Times) -> Vec<Choice> {
+        let excess = self.users.len() - frames;
+        let sizes = (1..).map(|parts| excess.div_ceil(parts));
+        let mut sizes: Vec<usize> = sizes
+            .take(2 * SIZES)
+            .filter(|&ring| ring <= frames)
+            .take(SIZES)
+            .collect();
+        sizes.push(frames);
+        sizes.dedup();
+        sizes
+            .into_iter()
+            .filter(|&ring| ring > 0)
+            .filter_map(|ring| {
+                let multiple = (excess + ring).next_multiple_of(ring);
+                let total = multiple.min(self.users.len()).max(excess + ring);
+                self.timed_over(ring, total, times)
+            })
+            .collect()
+    }
+
+    /// Keeps pages of those that wait longest until only `total` stream.
+    fn timed_over(&self, ring: usize, total: usize, times: &Times) -> Option<Choice> {
+        let streamed: Vec<usize> = self.own.iter().map(|own| own.len().min(ring)).collect();
+        let mut choice = Choice { streamed, ring };
+        let mut left = choice.total().checked_sub(total)?;
+        let turn = left.div_ceil(TURNS).max(1);
+        while left > 0 {
+            let (_, waits) = choice.round(times);
+            let needs = |group: &usize| (waits[*group], choice.streamed[*group]);
+            let streams = (0..waits.len()).filter(|&group| choice.streamed[group] > 0);
+            let group = streams.max_by_key(needs)?;
+            let count = turn.min(left).min(choice.streamed[group]);
+            choice.streamed[group] -= count;
+            left -= count;
+        }
+        Some(choice)
+    }
+
+    /// Gives each page that streams a frame of the ring, in turn, so that no two of a group have the same.
+    fn share_frames(&self, choice: &Choice) -> Option<Vec<Vec<u32>>> {
+        let pages = self.streamed(&choice.streamed);
+        let mut rings: Vec<Vec<u32>> = vec![Vec::new(); choice.ring.min(pages.len())];
+        let mut taken: Vec<BTreeSet<usize>> = vec![BTreeSet::new(); self.groups.len()];
+        let mut turn = 0;
+        for own in &self.own {
+            let mut own: Vec<u32> = own
+                .iter()
+                .copied()
+                .filter(|page| pages.contains(page))
+                .collect();
+            own.sort_unstable();
+            for page in own {
+                let is_free = |frame: &usize| {
+                    let mut users = self.users[&page].iter();
+                    users.all(|&user| !taken[user].contains(frame))
+                };
+                let in_turn = (turn..rings.len()).chain(0..turn);
+                let frame = in_turn.into_iter().find(is_free)?;
+                turn = (frame + 1) % rings.len();
+                rings[frame].push(page);
+                self.users[&page].iter().for_each(|&user| {
+                    taken[user].insert(frame);
+                });
+            }
+        }
+        Some(rings)
+    }
 }
 
 #[cfg(test)]
@@ -146,13 +309,13 @@ mod tests {
 
     #[test]
     fn what_fits_has_memory_of_its_own() {
-        assert_eq!(plan(&groups(&[3, 4, 5]), 12), Some(vec![]));
+        assert_eq!(plan(&groups(&[3, 4, 5]), 12, None), Some(vec![]));
     }
 
     #[test]
     fn every_group_keeps_its_share_and_two_in_a_row_fit() {
         let groups = groups(&[10; 6]);
-        let rings = plan(&groups, 40).unwrap();
+        let rings = plan(&groups, 40, None).unwrap();
         check(&groups, 40, &rings);
         // Five of ten pages of each group are kept: 30 frames, and 10 for two times 5 that stream.
         assert_eq!(rings.len(), 10);
@@ -177,9 +340,9 @@ mod tests {
             vec![9, 10, 11, 20],
         ];
         for frames in [5, 6, 8, 11] {
-            check(&groups, frames, &plan(&groups, frames).unwrap());
+            check(&groups, frames, &plan(&groups, frames, None).unwrap());
         }
-        let rings = plan(&groups, 11).unwrap();
+        let rings = plan(&groups, 11, None).unwrap();
         assert!(
             rings
                 .iter()
@@ -194,7 +357,7 @@ mod tests {
         let group = |number: u32| (4 * number..=4 * number + 4).collect::<Vec<u32>>();
         let groups: Vec<Vec<u32>> = (0..30).map(|turn| group(turn * 7 % 30)).collect();
         for frames in [60, 20, 10] {
-            check(&groups, frames, &plan(&groups, frames).unwrap());
+            check(&groups, frames, &plan(&groups, frames, None).unwrap());
         }
     }
 
@@ -205,15 +368,15 @@ mod tests {
             .map(|layer| (2 * layer..2 * layer + 3).collect())
             .collect();
         for frames in [24, 8, 6, 5] {
-            check(&groups, frames, &plan(&groups, frames).unwrap());
+            check(&groups, frames, &plan(&groups, frames, None).unwrap());
         }
     }
 
     #[test]
     fn a_group_that_does_not_fit_is_no_plan() {
-        assert_eq!(plan(&groups(&[4, 9, 2]), 8), None);
+        assert_eq!(plan(&groups(&[4, 9, 2]), 8, None), None);
         let groups = groups(&[4, 9, 2]);
-        check(&groups, 9, &plan(&groups, 9).unwrap());
+        check(&groups, 9, &plan(&groups, 9, None).unwrap());
     }
 
     #[test]
@@ -237,7 +400,7 @@ mod tests {
                 next += size;
             }
             let frames = 1 + below(u64::from(next) + 4) as usize;
-            if let Some(rings) = plan(&all, frames) {
+            if let Some(rings) = plan(&all, frames, None) {
                 check(&all, frames, &rings);
             }
         }

@@ -127,13 +127,14 @@ impl Range {
         ring.is_some_and(|ring| self.rings[ring as usize].frame.is_some())
     }
 
-    /// Makes those of `pages` resident whose frame is held by one that is not pinned and not of them.
-    /// Returns who held them. `pages` ascend.
-    pub fn take_over(&mut self, pages: &[u32]) -> Vec<u32> {
+    /// Makes those of `pages` resident whose frame is held by one that is not pinned, not to be kept, and not of
+    /// them. Returns who held them. `pages` ascend.
+    pub fn take_over(&mut self, pages: &[u32], keeps: impl Fn(u32) -> bool) -> Vec<u32> {
         let takeable = |range: &Self, page: u32| {
             let slot = &range.slots[page as usize];
             let frame = range.rings[slot.ring? as usize].frame?;
             let is_free = range.slots[frame.holder as usize].pins == 0
+                && !keeps(frame.holder)
                 && pages.binary_search(&frame.holder).is_err();
             (slot.page.is_none() && is_free).then_some(frame)
         };

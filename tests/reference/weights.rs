@@ -103,7 +103,12 @@ impl Model {
     }
 
     pub fn read(&self, device: &StreamedHost, group: usize) -> Read {
-        let (_, offset, size) = self.groups[group];
+        self.read_part(device, group, self.groups[group].2)
+    }
+
+    /// Reads the first `size` bytes of a group.
+    pub fn read_part(&self, device: &StreamedHost, group: usize, size: Bytes) -> Read {
+        let (_, offset, _) = self.groups[group];
         let at = Address(self.base.0 + offset.0);
         Read {
             work: device.upstream().enqueue_read(WORK, at, size),

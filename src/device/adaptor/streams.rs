@@ -12,11 +12,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, OUTSIDE, PageId,
-    StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, NO_TIME,
+    OUTSIDE, PageId, StreamId,
 };
 use crate::units::{Address, Bytes};
 
@@ -27,6 +28,9 @@ use crate::units::{Address, Bytes};
 /// saw. Only [`enqueue_read`](Streams::enqueue_read), [`enqueue_write`](Streams::enqueue_write) and
 /// [`Device::enqueue_copy`] are queued; [`Device::read`], [`write`](Device::write) and [`fill`](Device::fill) act at once.
 /// Work whose memory is gone by the time it runs has failed, which its result says.
+///
+/// Time is simulated too, whatever the order is: a byte takes a nanosecond, streams run beside each other, and one
+/// that waits goes on when what it waits for was over.
 #[derive(Debug)]
 pub struct Streams<D> {
     upstream: D,
@@ -48,6 +52,9 @@ struct Queues {
     next_work: u64,
     /// Streams that are captured.
     capturing: BTreeSet<u64>,
+    /// Moments that were reached, in simulated nanoseconds.
+    moments: BTreeMap<u64, u64>,
+    next_moment: u64,
 }
 
 /// One stream. Items ever enqueued = `done` + the ones in the queue.
@@ -55,6 +62,16 @@ struct Queues {
 struct Queue {
     items: VecDeque<Item>,
     done: u64,
+    /// When each of them was over, in simulated nanoseconds.
+    over: Vec<u64>,
+}
+
+impl Queue {
+    /// When the first `count` items were over.
+    fn over_at(&self, count: u64) -> u64 {
+        let last = count.checked_sub(1);
+        last.map_or(0, |last| self.over[last as usize])
+    }
 }
 
 /// The first `count` items of a stream.
@@ -77,6 +94,7 @@ enum Item {
         bytes: Vec<u8>,
     },
     Wait(Point),
+    Moment(u64),
 }
 
 impl Queues {
@@ -97,7 +115,7 @@ impl Queues {
         let head_can_run = |queue: &Queue| match queue.items.front() {
             None => false,
             Some(Item::Wait(point)) => self.is_done(*point),
-            Some(Item::Read { .. } | Item::Write { .. }) => true,
+            Some(Item::Read { .. } | Item::Write { .. } | Item::Moment(_)) => true,
         };
         let able = self.streams.iter().filter(|(_, queue)| head_can_run(queue));
         able.map(|(&stream, _)| stream).collect()
@@ -191,19 +209,37 @@ impl<D: Device> Streams<D> {
                 .and_then(|queue| queue.items.pop_front())
         };
         let Some(item) = item else { return false };
+        let (mut takes, mut waits_for, mut moment) = (0, None, None);
         let result = match item {
             Item::Read { work, at, size } => {
+                takes = size.0;
                 let mut bytes = vec![0; size.0 as usize];
                 Some((work, self.upstream.read(at, &mut bytes).map(|()| bytes)))
             }
             Item::Write { work, at, bytes } => {
+                takes = bytes.len() as u64;
                 Some((work, self.upstream.write(at, &bytes).map(|()| Vec::new())))
             }
-            Item::Wait(_) => None,
+            Item::Wait(point) => {
+                waits_for = Some(point);
+                None
+            }
+            Item::Moment(number) => {
+                moment = Some(number);
+                None
+            }
         };
         let mut queues = lock(&self.queues);
         queues.results.extend(result);
-        queues.streams.entry(stream.0).or_default().done += 1;
+        let other = waits_for.map(|point| (queues.streams.get(&point.stream), point.count));
+        let other = other.map_or(0, |(queue, count)| {
+            queue.map_or(0, |queue| queue.over_at(count))
+        });
+        let queue = queues.streams.entry(stream.0).or_default();
+        let over = queue.over_at(queue.done).max(other) + takes;
+        queue.done += 1;
+        queue.over.push(over);
+        queues.moments.extend(moment.map(|number| (number, over)));
         true
     }
 
@@ -290,6 +326,26 @@ unsafe impl<D: Device> Device for Streams<D> {
             .items
             .push_back(Item::Wait(point));
         Ok(())
+    }
+
+    /// A moment of simulated time.
+    fn moment(&self, stream: StreamId) -> Result<Moment, DeviceError> {
+        let mut queues = lock(&self.queues);
+        let number = queues.next_moment;
+        queues.next_moment += 1;
+        let queue = queues.streams.entry(stream.0).or_default();
+        queue.items.push_back(Item::Moment(number));
+        Ok(Moment(number))
+    }
+
+    /// Runs everything that is enqueued.
+    fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
+        self.run_all(0);
+        let moments = &mut lock(&self.queues).moments;
+        match (moments.remove(&from.0), moments.remove(&to.0)) {
+            (Some(from), Some(to)) => Ok(Duration::from_nanos(to.saturating_sub(from))),
+            _ => Err(NO_TIME),
+        }
     }
 
     /// The copy runs when its turn on the stream comes.
