@@ -31,9 +31,10 @@ use super::names;
 use super::{PagedStats, SMALLEST};
 use crate::wrap;
 
-/// The largest group; a smaller part of the limit of weights where that is small, so that two fit well.
+/// The largest group; a smaller part of the limit of weights where that is small. Work waits for all of its group:
+/// small ones wait less, and each one costs a fence.
 const GROUP: Bytes = Bytes::gib(1);
-const GROUPS_IN_LIMIT: u64 = 4;
+const GROUPS_IN_LIMIT: u64 = 16;
 
 /// See the module's page.
 pub(super) struct Inner {

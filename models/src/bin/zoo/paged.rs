@@ -16,7 +16,7 @@ use crate::networks::{self, Job, Network};
 use crate::random::weights;
 
 /// Steps before anything is measured: two to see the order and to arrange for it, and two more.
-const SETTLING: usize = 4;
+const SETTLING: usize = 6;
 
 /// What some steps of a network came to.
 struct Run {

@@ -29,13 +29,15 @@
 //!
 //! May import: layers 0 and 3; `bookkeeping`.
 
+mod arrange;
+
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+use self::arrange::Arranged;
 use super::books::Reached;
 use super::carrier::Carrier;
 use super::clock::{Clock, Round};
-use super::plan::plan;
 use super::{Part, WeightRange};
 use crate::bookkeeping::Bookkeeping;
 use crate::device::{Call, DeviceError, Moment};
@@ -79,22 +81,6 @@ struct Pages {
     pages: Vec<u32>,
     entered: u32,
 }
-
-/// What the pages were arranged for.
-#[derive(Debug, PartialEq, Eq)]
-struct Arranged {
-    order: Vec<Group>,
-    frames: u64,
-    rings: Vec<Vec<u32>>,
-    /// Whether it was made for times that were taken, or none can be.
-    is_timed: bool,
-    /// How often they were arranged again for the same, because a page had to leave its ring.
-    repeats: u32,
-}
-
-/// How often pages are arranged again for an order that does not fit their use: groups that are in use
-/// together and were not one after the other.
-const REPEATS: u32 = 2;
 
 /// How many rounds the first group of one may not come.
 const PATIENCE: usize = 4;
@@ -512,93 +498,6 @@ impl Ahead {
             is_whole,
         });
         is_whole
-    }
-
-    /// When the first group comes round, arranges the pages for the order of use, unless they are already.
-    fn arrange_if_due(&mut self, group: Group) -> Result<(), Error> {
-        if self.first != Some(group) || self.round.is_empty() {
-            return Ok(());
-        }
-        let (frames, is_disturbed) = {
-            let mut locked = self.range.0.pager.lock();
-            let id = self.range.0.id;
-            (locked.books.capacity(id), locked.books.is_disturbed(id))
-        };
-        let mut order = std::mem::take(&mut self.round);
-        let mut repeats = 0;
-        if let Some(arranged) = &mut self.arranged {
-            let is_known = |group: &Group| arranged.order.contains(group);
-            let is_known = order.iter().all(is_known);
-            // A little more memory is not worth it.
-            let is_enough =
-                frames >= arranged.frames && frames - arranged.frames <= 1 + arranged.frames / 16;
-            if is_known && is_enough {
-                if is_disturbed && arranged.repeats < REPEATS {
-                    repeats = arranged.repeats + 1;
-                } else if arranged.is_timed {
-                    return Ok(());
-                } else if let Some(clock) = self.clock.take() {
-                    self.timed = clock.end(&mut *self.carrier);
-                    // Once, whatever was found.
-                    arranged.is_timed = true;
-                    repeats = arranged.repeats;
-                } else {
-                    self.clock = Some(Clock::begin(&mut *self.carrier));
-                    return Ok(());
-                }
-            }
-            if is_known {
-                // Those that were skipped in this round come again.
-                order.clone_from(&arranged.order);
-            }
-        }
-        if self.clock.take().is_some() {
-            self.carrier.take_times(false);
-        }
-        let pages: Vec<Vec<u32>> = order
-            .iter()
-            .map(|&group| self.pages_of(group).to_vec())
-            .collect();
-        let granule = self.range.granule();
-        let times = self.timed.as_ref();
-        let times = times.and_then(|timed| timed.times(&order, granule));
-        let frame_count = usize::try_from(frames).unwrap_or(usize::MAX);
-        // What cannot be arranged is served as it comes.
-        let rings = plan(&pages, frame_count, times.as_ref()).unwrap_or_default();
-        let is_new = is_disturbed
-            || self
-                .arranged
-                .as_ref()
-                .is_none_or(|arranged| arranged.rings != rings);
-        // Where nothing streams, and where no times are taken, there is nothing to find out.
-        let is_timed = times.is_some()
-            || rings.is_empty()
-            || self
-                .arranged
-                .as_ref()
-                .is_some_and(|arranged| arranged.is_timed && arranged.order == order);
-        self.arranged = Some(Arranged {
-            order,
-            frames,
-            rings: rings.clone(),
-            is_timed,
-            repeats,
-        });
-        if !is_new || (rings.is_empty() && !self.is_streaming) {
-            return Ok(());
-        }
-        // Work waits for no copy that is not done, and nothing is being copied when pages go.
-        self.carrier.settle().map_err(refused(Call::Synchronise))?;
-        self.let_go_all();
-        let is_streaming = !rings.is_empty();
-        let mut locked = self.range.0.pager.lock();
-        let arranged = locked.books.arrange(self.range.0.id, rings);
-        drop(locked);
-        if arranged.map_err(super::failed)? {
-            self.is_streaming = is_streaming;
-            self.stats.arranged += 1;
-        }
-        Ok(())
     }
 }
 
