@@ -218,14 +218,25 @@ impl<'g> Pages<'g> {
             .filter_map(|ring| {
                 let multiple = (excess + ring).next_multiple_of(ring);
                 let total = multiple.min(self.users.len()).max(excess + ring);
-                self.timed_over(ring, total, times)
+                // A page of several groups may have to come in for each of them.
+                let once = |page: &&u32| self.users[page].len() == 1;
+                let once = |own: &Vec<u32>| own.iter().filter(once).count();
+                let all = |own: &Vec<u32>| own.len();
+                let choice = self.timed_over(ring, total, times, once);
+                choice.or_else(|| self.timed_over(ring, total, times, all))
             })
             .collect()
     }
 
-    /// Keeps pages of those that wait longest until only `total` stream.
-    fn timed_over(&self, ring: usize, total: usize, times: &Times) -> Option<Choice> {
-        let streamed: Vec<usize> = self.own.iter().map(|own| own.len().min(ring)).collect();
+    /// Keeps pages of those that wait longest until only `total` stream, of each group at most `most`.
+    fn timed_over(
+        &self,
+        ring: usize,
+        total: usize,
+        times: &Times,
+        most: impl Fn(&Vec<u32>) -> usize,
+    ) -> Option<Choice> {
+        let streamed: Vec<usize> = self.own.iter().map(|own| most(own).min(ring)).collect();
         let mut choice = Choice { streamed, ring };
         let mut left = choice.total().checked_sub(total)?;
         let turn = left.div_ceil(TURNS).max(1);
@@ -380,6 +391,38 @@ mod tests {
     }
 
     #[test]
+    fn a_plan_for_times_waits_less_than_one_that_keeps_the_same_share_of_all() {
+        let groups = groups(&[6, 6, 6, 20, 20, 20]);
+        let times = Times {
+            work: vec![300, 300, 300, 1, 1, 1],
+            page: 10,
+        };
+        let pages = Pages::new(&groups);
+        let (even, _) = pages.even(40).unwrap().round(&times);
+        let timed = pages.timed(40, &times);
+        let timed = timed.iter().map(|choice| choice.round(&times).0).min();
+        let timed = timed.unwrap();
+        // 60 pages are used in 3 units, and 40 can be there before: 200 units are waited for at least.
+        assert!((1100..=even - 100).contains(&timed), "{timed}, {even}");
+        check(&groups, 40, &plan(&groups, 40, Some(&times)).unwrap());
+    }
+
+    #[test]
+    fn a_page_of_several_groups_does_not_stream_if_others_can() {
+        let groups: Vec<Vec<u32>> = (0..12)
+            .map(|turn| (4 * turn..=4 * turn + 4).collect())
+            .collect();
+        let times = Times {
+            work: (0..12).map(|turn| 20 + 30 * (turn % 3)).collect(),
+            page: 10,
+        };
+        let rings = plan(&groups, 30, Some(&times)).unwrap();
+        check(&groups, 30, &rings);
+        let shared = |page: &&u32| **page % 4 == 0 && **page > 0 && **page < 48;
+        assert_eq!(rings.iter().flatten().filter(shared).count(), 0);
+    }
+
+    #[test]
     fn plans_of_any_sizes_hold() {
         let mut random = 1_u64;
         let mut below = move |end: u64| {
@@ -400,7 +443,13 @@ mod tests {
                 next += size;
             }
             let frames = 1 + below(u64::from(next) + 4) as usize;
-            if let Some(rings) = plan(&all, frames, None) {
+            let times = Times {
+                work: all.iter().map(|_| below(1000)).collect(),
+                page: below(50),
+            };
+            let (even, timed) = (plan(&all, frames, None), plan(&all, frames, Some(&times)));
+            assert!(even.is_none() || timed.is_some());
+            for rings in even.into_iter().chain(timed) {
                 check(&all, frames, &rings);
             }
         }
