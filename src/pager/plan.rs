@@ -418,7 +418,7 @@ mod tests {
         };
         let rings = plan(&groups, 30, Some(&times)).unwrap();
         check(&groups, 30, &rings);
-        let shared = |page: &&u32| **page % 4 == 0 && **page > 0 && **page < 48;
+        let shared = |page: &&u32| page.is_multiple_of(4) && **page > 0 && **page < 48;
         assert_eq!(rings.iter().flatten().filter(shared).count(), 0);
     }
 
