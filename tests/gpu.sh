@@ -34,7 +34,7 @@ collect() {
   done
 }
 
-core() {
+build_core() {
   collect core- -p memory-compiler --features cuda \
     --test device_cuda --test hook_cuda --test robust_cuda --test scenarios
   cargo bench --no-run --message-format=json -p memory-compiler --features cuda --bench gpu |
@@ -49,7 +49,7 @@ for line in sys.stdin:
 }
 
 # In one command, so that Candle's kernels are compiled once.
-candle() {
+build_candle() {
   local build=(--release -p memory-compiler-candle -p memory-compiler-models
     --features memory-compiler-candle/cuda,memory-compiler-models/zoo)
   collect candle- "${build[@]}" --test cuda --test paged_cuda --test cuda_without_the_line
@@ -59,8 +59,8 @@ candle() {
   done
 }
 
-# Without a network: DOCS_RS=1, BURN="--features cubecl/cuda-cpp", and stubs of LLVM's symbols in RUSTFLAGS.
-burn() {
+# Without a network: DOCS_RS=1, BURN="--features cubecl/cuda-cpp", and a linker that adds stubs of LLVM's symbols.
+build_burn() {
   local build=(--release -p memory-compiler-burn -p memory-compiler-models ${BURN:-}
     --features memory-compiler-burn/cuda,memory-compiler-models/burn-cuda,burn/autotune)
   collect burn- "${build[@]}" --test cuda --test cuda_too_late
@@ -72,7 +72,7 @@ burn() {
 }
 
 # The hook's effect where the linker, or the compiler, sees all code at once; and without the line.
-linked() {
+build_linked() {
   local linked=${CARGO_TARGET_DIR:-target}/linked profile
   for profile in dev release thin fat; do
     cargo build --manifest-path tests/linked/Cargo.toml --target-dir "$linked" --profile $profile
@@ -134,6 +134,9 @@ memcheck() {
   for name in a_recorded_and_a_replayed a_tensor_that_another_thread; do
     try "memcheck $name" "$checker" --tool memcheck --error-exitcode 9 "$dir/candle-cuda" "$name"
   done
+  # Parameters of a kernel are counted by asking for them until the driver says that there is no such one.
+  try "memcheck paged weights" "$checker" --tool memcheck --report-api-errors no --error-exitcode 9 \
+    "$dir/candle-paged_cuda" --test-threads=1
   try "memcheck the device" "$checker" --tool memcheck --error-exitcode 9 \
     "$dir/core-device_cuda" a_compiler_replays
 }
@@ -174,13 +177,21 @@ sd3 1024 2 3 2
 sd35 1024 2 3 2
 flux 1024 1 3 2
 z-image 1024 1 3 2}"
-  if [ -e "$dir/zoo-burn" ]; then
-    CUDA_VISIBLE_DEVICES=0 timeout "${LIMIT:-300}" "$dir/zoo-burn" --beside "$dir/zoo-burn-default" \
-      >>"$table" 2>&1; code=$?
-    [ $code = 0 ] && state=ok || state=FAILED
-    row "zoo of Burn" $state 0 "code $code"
-  fi
   cat "$table"
+}
+
+# Burn's networks, with fusion and without; tuning compiles hundreds of kernels, which takes minutes.
+burn() {
+  local table=$logs/burn.txt began=$SECONDS state=ok code model
+  CUDA_VISIBLE_DEVICES=0 timeout "${BURN_LIMIT:-1500}" "$dir/zoo-burn" --beside "$dir/zoo-burn-default" \
+    >"$table" 2>&1; code=$?
+  [ $code = 0 ] || state=FAILED
+  row "zoo of Burn" $state $((SECONDS - began)) "code $code"
+  cat "$table"
+  for model in unet dit; do
+    LIMIT=${BURN_LIMIT:-1500} try "diffuse $model with Burn" "$dir/diffuse-burn" --framework burn --device cuda \
+      --model $model --compare --out "$logs/burn-$model.png"
+  done
 }
 
 case $verb in
@@ -188,8 +199,8 @@ case $verb in
     set -e; mkdir -p "$dir"
     for part in "${@:-all}"; do
       case $part in
-        core|candle|burn|linked) $part ;;
-        all) core; candle; burn; linked ;;
+        core|candle|burn|linked) build_$part ;;
+        all) build_core; build_candle; build_burn; build_linked ;;
         *) usage ;;
       esac
     done
@@ -198,8 +209,8 @@ case $verb in
     logs=${LOGS:-$dir/logs}; mkdir -p "$logs"
     for part in "${@:-all}"; do
       case $part in
-        tests|diffuse|bench|memcheck|weights|zoo) $part ;;
-        all) tests; diffuse; bench; zoo; weights; memcheck ;;
+        tests|diffuse|bench|memcheck|weights|zoo|burn) $part ;;
+        all) tests; diffuse; bench; zoo; weights; burn; memcheck ;;
         *) usage ;;
       esac
     done
