@@ -259,6 +259,7 @@ fn ten_thousand_programs_read_what_the_weights_are_and_stay_within_the_budget() 
                         }
                         assert_eq!(world.pager.stats().used, Bytes::ZERO);
                         assert!(world.device.is_empty(), "{:?}", world.device.books());
+                        assert_eq!(world.device.upstream().moments(), 0);
                         [
                             world.entered,
                             world.refused,

@@ -241,12 +241,12 @@ impl Carrier for OnStream {
 
     fn arrive(&mut self, batch: u64) -> Result<(), DeviceError> {
         let from = self.device.moment(self.work);
-        Self::pass(&*self.device, self.work, &mut self.batches, batch)?;
+        let passed = Self::pass(&*self.device, self.work, &mut self.batches, batch);
         if let (Ok(from), Ok(to)) = (from, self.device.moment(self.work)) {
             self.waits.push_back((from, to));
             self.add_waits(WAITS);
         }
-        Ok(())
+        passed
     }
 
     fn waited(&mut self) -> Duration {
@@ -260,10 +260,20 @@ impl Carrier for OnStream {
 
     fn copying(&mut self) -> Option<(Bytes, Duration)> {
         let times = self.times.as_mut()?;
-        let batches = std::mem::take(&mut times.batches);
-        let elapsed = |(from, to)| self.device.elapsed(from, to).ok();
-        let took = batches.into_iter().map(elapsed).sum::<Option<Duration>>()?;
-        (times.copied > Bytes::ZERO).then_some((std::mem::take(&mut times.copied), took))
+        // A batch that was refused half-way.
+        if let Some(began) = times.began.take()
+            && let Ok(over) = self.device.moment(self.copies)
+        {
+            times.batches.push((began, over));
+        }
+        let mut took = Some(Duration::ZERO);
+        for (from, to) in times.batches.drain(..) {
+            let batch = self.device.elapsed(from, to).ok();
+            took = took.zip(batch).map(|(sum, batch)| sum + batch);
+        }
+        let copied = std::mem::take(&mut times.copied);
+        took.filter(|_| copied > Bytes::ZERO)
+            .map(|took| (copied, took))
     }
 
     fn moment(&mut self) -> Option<Moment> {
@@ -280,6 +290,14 @@ impl Carrier for OnStream {
 
     fn is_work_of_the_device(&self) -> bool {
         true
+    }
+}
+
+impl Drop for OnStream {
+    fn drop(&mut self) {
+        // A device keeps the moments that were not asked for.
+        self.add_waits(0);
+        let _ = self.copying();
     }
 }
 

@@ -43,27 +43,36 @@ impl Clock {
         Self::default()
     }
 
-    /// The work of the last group was over at `before`; that of `group` begins at `after`.
-    pub fn lap(&mut self, group: Group, before: Option<Moment>, after: Option<Moment>) {
-        if let (Some((last, from)), Some(to)) = (self.open.take(), before)
-            && self.laps.len() < GROUPS
+    /// The work of the last group is over here.
+    pub fn stop(&mut self, carrier: &mut dyn Carrier) {
+        if let Some((last, from)) = self.open.take()
+            && let Some(to) = carrier.moment()
         {
             self.laps.push((last, from, to));
         }
-        self.open = after.map(|after| (group, after));
     }
 
-    /// Ends the round, with the work of its last group; `None` where no times are known.
-    pub fn end(mut self, carrier: &mut dyn Carrier) -> Option<Round> {
-        if let (Some((last, from)), Some(to)) = (self.open.take(), carrier.moment()) {
-            self.laps.push((last, from, to));
+    /// The work of `group` begins here.
+    pub fn start(&mut self, group: Group, carrier: &mut dyn Carrier) {
+        if self.laps.len() < GROUPS {
+            self.open = carrier.moment().map(|from| (group, from));
         }
+    }
+
+    /// Ends the round, with the work of its last group; `None` where no times are known. Every moment is asked for,
+    /// since a device keeps those that were not.
+    pub fn end(mut self, carrier: &mut dyn Carrier) -> Option<Round> {
+        self.stop(carrier);
         let copying = carrier.copying();
         carrier.take_times(false);
-        let mut work: BTreeMap<Group, Duration> = BTreeMap::new();
+        let mut work: BTreeMap<Group, Option<Duration>> = BTreeMap::new();
         for (group, from, to) in self.laps {
-            *work.entry(group).or_default() += carrier.elapsed(from, to)?;
+            let sum = work.entry(group).or_insert(Some(Duration::ZERO));
+            let lap = carrier.elapsed(from, to);
+            *sum = sum.zip(lap).map(|(sum, lap)| sum + lap);
         }
+        let known = |(group, took): (Group, Option<Duration>)| Some((group, took?));
+        let work: BTreeMap<Group, Duration> = work.into_iter().map(known).collect::<Option<_>>()?;
         let (copied, took) = copying?;
         let copy = took.as_nanos() as f64 / copied.0 as f64;
         (!work.is_empty()).then_some(Round { work, copy })

@@ -52,8 +52,8 @@ struct Queues {
     next_work: u64,
     /// Streams that are captured.
     capturing: BTreeSet<u64>,
-    /// Moments that were reached, in simulated nanoseconds.
-    moments: BTreeMap<u64, u64>,
+    /// Moments that were not asked for yet, in simulated nanoseconds once they are reached.
+    moments: BTreeMap<u64, Option<u64>>,
     next_moment: u64,
 }
 
@@ -239,7 +239,9 @@ impl<D: Device> Streams<D> {
         let over = queue.over_at(queue.done).max(other) + takes;
         queue.done += 1;
         queue.over.push(over);
-        queues.moments.extend(moment.map(|number| (number, over)));
+        queues
+            .moments
+            .extend(moment.map(|number| (number, Some(over))));
         true
     }
 
@@ -248,6 +250,12 @@ impl<D: Device> Streams<D> {
     #[must_use]
     pub fn saw(&self, work: Work) -> Option<Result<Vec<u8>, DeviceError>> {
         lock(&self.queues).results.get(&work).cloned()
+    }
+
+    /// Moments that were taken, and whose time was not asked for.
+    #[must_use]
+    pub fn moments(&self) -> usize {
+        lock(&self.queues).moments.len()
     }
 
     /// Items enqueued and not yet run, waits included.
@@ -335,6 +343,7 @@ unsafe impl<D: Device> Device for Streams<D> {
         queues.next_moment += 1;
         let queue = queues.streams.entry(stream.0).or_default();
         queue.items.push_back(Item::Moment(number));
+        queues.moments.insert(number, None);
         Ok(Moment(number))
     }
 
@@ -343,7 +352,7 @@ unsafe impl<D: Device> Device for Streams<D> {
         self.run_all(0);
         let moments = &mut lock(&self.queues).moments;
         match (moments.remove(&from.0), moments.remove(&to.0)) {
-            (Some(from), Some(to)) => Ok(Duration::from_nanos(to.saturating_sub(from))),
+            (Some(Some(from)), Some(Some(to))) => Ok(Duration::from_nanos(to.saturating_sub(from))),
             _ => Err(NO_TIME),
         }
     }

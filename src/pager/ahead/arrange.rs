@@ -68,9 +68,7 @@ impl Ahead {
                 order.clone_from(&arranged.order);
             }
         }
-        if self.clock.take().is_some() {
-            self.carrier.take_times(false);
-        }
+        self.stop_clock();
         let pages: Vec<Vec<u32>> = order
             .iter()
             .map(|&group| self.pages_of(group).to_vec())

@@ -40,7 +40,7 @@ use super::carrier::Carrier;
 use super::clock::{Clock, Round};
 use super::{Part, WeightRange};
 use crate::bookkeeping::Bookkeeping;
-use crate::device::{Call, DeviceError, Moment};
+use crate::device::{Call, DeviceError};
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
@@ -219,13 +219,12 @@ impl Ahead {
                 self.arrange_if_due(group)?;
             }
         }
-        let before = self.moment_if_timed();
+        if let (false, Some(clock)) = (is_inside, &mut self.clock) {
+            clock.stop(&mut *self.carrier);
+        }
         self.bring(group)?;
-        if !is_inside {
-            let after = self.moment_if_timed();
-            if let Some(clock) = &mut self.clock {
-                clock.lap(group, before, after);
-            }
+        if let (false, Some(clock)) = (is_inside, &mut self.clock) {
+            clock.start(group, &mut *self.carrier);
         }
         self.groups[group.0 as usize].entered = 1;
         self.active.insert(group);
@@ -276,10 +275,10 @@ impl Ahead {
         !self.active.is_empty() && self.pages_of(group).iter().all(is_held)
     }
 
-    /// Where times are taken, the time when the work gets here.
-    fn moment_if_timed(&mut self) -> Option<Moment> {
-        self.clock.as_ref()?;
-        self.carrier.moment()
+    fn stop_clock(&mut self) {
+        if let Some(clock) = self.clock.take() {
+            drop(clock.end(&mut *self.carrier));
+        }
     }
 
     /// Lets go of what came in for others than `group` before it, when its copies are done.
@@ -509,6 +508,7 @@ impl Drop for Ahead {
             tracing::warn!(%error, "copies of weights were not waited for");
         }
         self.let_go_all();
+        self.stop_clock();
         for group in std::mem::take(&mut self.active) {
             let pages = self.groups[group.0 as usize].pages.iter().copied();
             let mut locked = self.range.0.pager.lock();
