@@ -109,6 +109,40 @@ fn copies_of_groups_that_compute_little_come_before_them_beside_those_that_compu
     }
 }
 
+/// Like a transformer whose blocks have two streams: the halves of a block have names of their own, and are used in
+/// turn.
+#[test]
+fn halves_that_are_used_in_turn_are_copied_once_a_step() {
+    const BLOCKS: usize = 12;
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(64))).unwrap();
+    let mut sizes = vec![6 * PAGE; 2 * BLOCKS];
+    sizes.push(2 * PAGE);
+    let mut model = Model::new(&device, &pager, &sizes, 12);
+    let mut reads = Vec::new();
+    let (mut copied, mut calls) = (Bytes::ZERO, 0);
+    for step in 0..10 {
+        if step == 6 {
+            (copied, calls) = (model.ahead.stats().copied, device.memory_calls());
+        }
+        model.run(&device, 2 * BLOCKS, &mut reads);
+        for block in 0..BLOCKS {
+            for half in [0, 1, 0, 1, 1, 0] {
+                model.run(&device, 2 * block + half, &mut reads);
+            }
+        }
+        device.upstream().run_all(step);
+        check(&device, &mut reads);
+        assert!(device.books().held_peak <= pages(64));
+    }
+    assert_eq!(device.memory_calls(), calls);
+    let a_step = (model.ahead.stats().copied.0 - copied.0) / 4;
+    println!("{} pages copied a step", a_step / PAGE);
+    // 146 pages, of which 64 fit, less the ring of those that do not.
+    assert!(a_step >= (146 - 64) * PAGE);
+    assert!(a_step <= 112 * PAGE, "{}", a_step / PAGE);
+}
+
 #[test]
 fn a_group_that_comes_only_once_keeps_nothing_from_being_arranged() {
     let device = device();

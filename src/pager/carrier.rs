@@ -102,7 +102,7 @@ pub trait Carrier: fmt::Debug + Send {
 const MARKS: usize = 64;
 
 /// The most waits whose time is still to be asked for: old ones are over long ago.
-const WAITS: usize = 1024;
+const WAITS: usize = 1 << 13;
 
 /// Copies on a stream of a device, out of an image of the range in the host's memory: byte `n` of it is byte
 /// `n` of the range.

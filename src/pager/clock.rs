@@ -5,7 +5,7 @@
 //!                             ^ after       ^ before of the next
 //! ```
 //!
-//! Times are taken in one round and asked for at its end, when the device is waited for anyhow.
+//! Times are taken in one round and asked for at its end, which waits for the device once.
 //!
 //! May import: layers 0 and 3.
 
@@ -19,6 +19,9 @@ use crate::units::Bytes;
 
 /// The most groups of a round whose times are taken.
 const GROUPS: usize = 1 << 14;
+
+/// The longest work that is distinguished, in nanoseconds: an hour.
+const LONGEST: u64 = 3600 * 1_000_000_000;
 
 /// Times of a round that is under way.
 #[derive(Debug, Default)]
@@ -52,11 +55,14 @@ impl Clock {
         }
     }
 
+    /// Whether it has taken the times of more groups than a round has.
+    pub fn is_full(&self) -> bool {
+        self.laps.len() >= GROUPS
+    }
+
     /// The work of `group` begins here.
     pub fn start(&mut self, group: Group, carrier: &mut dyn Carrier) {
-        if self.laps.len() < GROUPS {
-            self.open = carrier.moment().map(|from| (group, from));
-        }
+        self.open = carrier.moment().map(|from| (group, from));
     }
 
     /// Ends the round, with the work of its last group; `None` where no times are known. Every moment is asked for,
@@ -84,7 +90,8 @@ impl Round {
     pub fn times(&self, order: &[Group], granule: Bytes) -> Option<plan::Times> {
         let work = order.iter().map(|group| {
             let took = self.work.get(group)?;
-            Some(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX))
+            // Sums of them are formed.
+            Some(u64::try_from(took.as_nanos()).map_or(LONGEST, |took| took.min(LONGEST)))
         });
         Some(plan::Times {
             work: work.collect::<Option<_>>()?,

@@ -17,6 +17,7 @@
 //!
 //! Pure: knows nothing of devices. May import: nothing.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Steps in which the share that is kept is tried.
@@ -28,7 +29,8 @@ const TURNS: usize = 32;
 /// Sizes of the ring that are tried then.
 const SIZES: usize = 16;
 
-/// A plan that copies less is preferred to one that is shorter by no more than one in this many.
+/// A plan that copies less is preferred to one that is shorter by no more than one in this many of a round's time,
+/// but for its longest group.
 const EQUAL: u64 = 100;
 
 /// How long things take, in any one unit.
@@ -62,8 +64,11 @@ pub(super) fn plan(
         .map(|choice| (choice.round(times).0, choice))
         .collect();
     let shortest = choices.iter().map(|&(round, _)| round).min()?;
+    // Behind the work of one group may be a pause of any length, which makes no plans equal.
+    let longest = times.work.iter().max().copied().unwrap_or(0);
+    let equal = shortest.saturating_sub(longest) / EQUAL;
     choices.sort_by_key(|(round, choice)| {
-        let is_equal = round - shortest <= shortest / EQUAL;
+        let is_equal = round - shortest <= equal;
         (!is_equal, if is_equal { 0 } else { *round }, choice.total())
     });
     choices
@@ -163,7 +168,7 @@ impl<'g> Pages<'g> {
         let own = groups.iter().enumerate().map(|(number, group)| {
             let is_own = |page: &&u32| users[page][0] == number;
             let mut own: Vec<u32> = group.iter().filter(is_own).copied().collect();
-            own.sort_by_key(|page| std::cmp::Reverse(users[page].len()));
+            own.sort_by_key(|page| Reverse(users[page].len()));
             own
         });
         let own = own.collect();
@@ -253,12 +258,18 @@ impl<'g> Pages<'g> {
         let turn = left.div_ceil(TURNS).max(1);
         while left > 0 {
             let (_, waits) = choice.round(times);
-            let needs = |group: &usize| (waits[*group], choice.streamed[*group]);
-            let streams = (0..waits.len()).filter(|&group| choice.streamed[group] > 0);
-            let group = streams.max_by_key(needs)?;
-            let count = turn.min(left).min(choice.streamed[group]);
-            choice.streamed[group] -= count;
-            left -= count;
+            let mut streams: Vec<usize> = (0..waits.len())
+                .filter(|&group| choice.streamed[group] > 0)
+                .collect();
+            streams.sort_by_key(|&group| Reverse((waits[group], choice.streamed[group])));
+            // Of several, where the first one has too few: a turn is a simulation.
+            let mut kept = turn.min(left);
+            left -= kept;
+            for group in streams {
+                let of_group = kept.min(choice.streamed[group]);
+                choice.streamed[group] -= of_group;
+                kept -= of_group;
+            }
         }
         Some(choice)
     }
@@ -416,6 +427,36 @@ mod tests {
         // What is used in the three units of the last three groups can stay.
         assert!((903..even).contains(&timed), "{timed}, {even}");
         check(&groups, 90, &plan(&groups, 90, Some(&times)).unwrap());
+    }
+
+    #[test]
+    fn a_pause_between_rounds_makes_no_bad_plan_good() {
+        let groups = groups(&[50; 60]);
+        for frames in [2000, 2400] {
+            for work in [500, 1000] {
+                let truth = Times {
+                    work: vec![work; 60],
+                    page: 40,
+                };
+                let mut paused = truth.clone();
+                *paused.work.last_mut().unwrap() = 30_000_000;
+                let pages = Pages::new(&groups);
+                let even = pages.even(frames).unwrap().round(&truth).0;
+                // What was chosen, judged by the true times.
+                let rings = plan(&groups, frames, Some(&paused)).unwrap();
+                check(&groups, frames, &rings);
+                let streamed = |group: &Vec<u32>| {
+                    let streams = |page: &&u32| rings.iter().any(|ring| ring.contains(page));
+                    group.iter().filter(streams).count()
+                };
+                let chosen = Choice {
+                    streamed: groups.iter().map(streamed).collect(),
+                    ring: rings.len(),
+                };
+                let (chosen, _) = chosen.round(&truth);
+                assert!(chosen <= even + even / 25, "{chosen}, {even}");
+            }
+        }
     }
 
     #[test]

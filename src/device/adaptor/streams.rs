@@ -347,9 +347,22 @@ unsafe impl<D: Device> Device for Streams<D> {
         Ok(Moment(number))
     }
 
-    /// Runs everything that is enqueued.
+    /// Runs what is enqueued, stream by stream, until both are reached.
     fn elapsed(&self, from: Moment, to: Moment) -> Result<Duration, DeviceError> {
-        self.run_all(0);
+        loop {
+            let next = {
+                let queues = lock(&self.queues);
+                let is_ahead = |moment: &Moment| queues.moments.get(&moment.0) == Some(&None);
+                let is_over = ![from, to].iter().any(is_ahead);
+                if is_over {
+                    None
+                } else {
+                    queues.runnable().first().copied()
+                }
+            };
+            let Some(next) = next else { break };
+            self.run_next(StreamId(next));
+        }
         let moments = &mut lock(&self.queues).moments;
         match (moments.remove(&from.0), moments.remove(&to.0)) {
             (Some(Some(from)), Some(Some(to))) => Ok(Duration::from_nanos(to.saturating_sub(from))),

@@ -1,10 +1,12 @@
 //! When the pages of weights are arranged, and for what: the order of use, the memory that there is, and times.
 //!
 //! ```text
-//!   round   1 order seen │ 2 arranged for it │ 3 timed │ 4 arranged for the times, if that is shorter
+//!   round   1 order seen │ 2 arranged for it │ 3 timed │ 4 arranged for the times, if another plan is better
 //! ```
 //!
 //! May import: what `ahead` may, and `plan`.
+
+use std::collections::BTreeSet;
 
 use super::{Ahead, Group, refused};
 use crate::device::Call;
@@ -43,8 +45,8 @@ impl Ahead {
         let mut order = std::mem::take(&mut self.round);
         let mut repeats = 0;
         if let Some(arranged) = &mut self.arranged {
-            let is_known = |group: &Group| arranged.order.contains(group);
-            let is_known = order.iter().all(is_known);
+            let known: BTreeSet<Group> = arranged.order.iter().copied().collect();
+            let is_known = order.iter().all(|group| known.contains(group));
             // A little more memory is not worth it.
             let is_enough =
                 frames >= arranged.frames && frames - arranged.frames <= 1 + arranged.frames / 16;
@@ -109,6 +111,16 @@ impl Ahead {
             is_timed,
             "weights are arranged"
         );
+        let installed = self.install(rings);
+        if !matches!(installed, Ok(true)) {
+            // What is not there is tried again in the next round.
+            self.arranged = None;
+        }
+        installed.map(|_| ())
+    }
+
+    /// Has the pages share frames; whether they do.
+    fn install(&mut self, rings: Vec<Vec<u32>>) -> Result<bool, Error> {
         // Work waits for no copy that is not done, and nothing is being copied when pages go.
         self.carrier.settle().map_err(refused(Call::Synchronise))?;
         self.let_go_all();
@@ -116,10 +128,11 @@ impl Ahead {
         let mut locked = self.range.0.pager.lock();
         let arranged = locked.books.arrange(self.range.0.id, rings);
         drop(locked);
-        if arranged.map_err(failed)? {
+        let is_arranged = arranged.map_err(failed)?;
+        if is_arranged {
             self.is_streaming = is_streaming;
             self.stats.arranged += 1;
         }
-        Ok(())
+        Ok(is_arranged)
     }
 }

@@ -14,12 +14,13 @@
 //! When the first group comes round again, the pages are arranged for the order that was seen: every group
 //! keeps a share of its pages in memory, and the others share the frames of a ring ([`super::plan`],
 //! [`super::range`]). From then on a step makes no call of the device but copies and fences. The third round is
-//! timed ([`super::clock`]), and the pages are arranged once more where that makes a round shorter. Another order, a
+//! timed ([`super::clock`]), and the pages are arranged once more where another plan is better. Another order, a
 //! skipped group, memory that a step or another model took: all of that is served as it comes, and arranged
 //! again when the order repeats.
 //!
 //! Groups come in ahead one after the other, as far as frames are free: the next ones that are expected take no
-//! frame of one that is expected before them.
+//! frame of one that is expected before them. A page that a step took comes in behind those copies, when its group is
+//! entered.
 //!
 //! Invariants:
 //! - a page's contents are the weights' exactly when `filled` has its stamp;
@@ -115,6 +116,7 @@ pub struct Ahead {
     last: (Option<Group>, Option<Group>),
     /// Groups in the order in which they were entered since the first one came round.
     round: Vec<Group>,
+    in_round: BTreeSet<Group>,
     first: Option<Group>,
     /// Groups entered since the first one was.
     since_first: usize,
@@ -148,6 +150,7 @@ impl Ahead {
             follows: BTreeMap::new(),
             last: (None, None),
             round: Vec::new(),
+            in_round: BTreeSet::new(),
             first: None,
             since_first: 0,
             arranged: None,
@@ -212,24 +215,27 @@ impl Ahead {
             return Ok(());
         }
         // What lies inside of an outer group is no turn of its own.
-        let is_inside = self.is_inside(group);
-        if !is_inside {
+        let is_turn = !self.is_inside(group);
+        if is_turn {
             self.forget_unless(group)?;
             if self.active.is_empty() {
                 self.arrange_if_due(group)?;
             }
         }
-        if let (false, Some(clock)) = (is_inside, &mut self.clock) {
+        if let (true, Some(clock)) = (is_turn, &mut self.clock) {
             clock.stop(&mut *self.carrier);
         }
         self.bring(group)?;
-        if let (false, Some(clock)) = (is_inside, &mut self.clock) {
+        if let (true, Some(clock)) = (is_turn, &mut self.clock) {
             clock.start(group, &mut *self.carrier);
+            if clock.is_full() {
+                self.stop_clock();
+            }
         }
         self.groups[group.0 as usize].entered = 1;
         self.active.insert(group);
         self.stats.entered += 1;
-        if !is_inside {
+        if is_turn {
             self.let_go_first();
             self.learn(group);
             self.look_ahead();
@@ -414,15 +420,20 @@ impl Ahead {
         }
         self.last = (self.last.1, Some(group));
         self.since_first += 1;
-        if self.since_first > PATIENCE * (self.round.len() + 1) {
+        let is_first = self.first == Some(group);
+        if !is_first && self.since_first > PATIENCE * (self.round.len() + 1) {
             // It was of no round: another one begins here.
             self.first = None;
             self.round.clear();
+            self.in_round.clear();
+            self.stop_clock();
         }
         if *self.first.get_or_insert(group) == group {
             self.since_first = 0;
+            self.in_round.clear();
+            self.in_round.extend(self.round.iter().copied());
         }
-        if !self.round.contains(&group) {
+        if self.in_round.insert(group) {
             self.round.push(group);
         }
     }
