@@ -10,7 +10,7 @@
 //! group keeps the same share of its pages, and the ring has room for what two groups in a row stream: one is used
 //! while the next one comes in. Where it is known how long each group's work and a copy take, rings of several sizes
 //! are tried: each time pages of the group that waits longest are kept, and the plan in which a simulated round
-//! is shortest wins.
+//! is shortest, and little is copied, wins.
 //!
 //! A page counts for the group that uses it first; those that several groups use (with the end of one and the begin
 //! of another) are the first to be kept. What a group streams has a frame each.
@@ -29,9 +29,8 @@ const TURNS: usize = 32;
 /// Sizes of the ring that are tried then.
 const SIZES: usize = 16;
 
-/// A plan that copies less is preferred to one that is shorter by no more than one in this many of a round's time,
-/// but for its longest group.
-const EQUAL: u64 = 100;
+/// How much time of copies is worth one of a round: who copies needs the bus and the memory that others need too.
+const WORTH: u64 = 64;
 
 /// How long things take, in any one unit.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,16 +60,12 @@ pub(super) fn plan(
     let mut choices: Vec<(u64, Choice)> = even
         .into_iter()
         .chain(timed)
-        .map(|choice| (choice.round(times).0, choice))
+        .map(|choice| {
+            let copies = choice.total() as u64 * times.page;
+            (choice.round(times).0 + copies / WORTH, choice)
+        })
         .collect();
-    let shortest = choices.iter().map(|&(round, _)| round).min()?;
-    // Behind the work of one group may be a pause of any length, which makes no plans equal.
-    let longest = times.work.iter().max().copied().unwrap_or(0);
-    let equal = shortest.saturating_sub(longest) / EQUAL;
-    choices.sort_by_key(|(round, choice)| {
-        let is_equal = round - shortest <= equal;
-        (!is_equal, if is_equal { 0 } else { *round }, choice.total())
-    });
+    choices.sort_by_key(|&(cost, _)| cost);
     choices
         .iter()
         .find_map(|(_, choice)| pages.share_frames(choice))

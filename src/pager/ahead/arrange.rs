@@ -71,6 +71,11 @@ impl Ahead {
             }
         }
         self.stop_clock();
+        if self.merge(frames)? {
+            let mut seen = BTreeSet::new();
+            order = order.into_iter().map(|group| self.whole(group)).collect();
+            order.retain(|&group| seen.insert(group));
+        }
         let pages: Vec<Vec<u32>> = order
             .iter()
             .map(|&group| self.pages_of(group).to_vec())

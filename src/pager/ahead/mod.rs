@@ -18,6 +18,8 @@
 //! skipped group, memory that a step or another model took: all of that is served as it comes, and arranged
 //! again when the order repeats.
 //!
+//! Groups that are used in turn, again and again within a few turns, are one from the second round on.
+//!
 //! Groups come in ahead one after the other, as far as frames are free: the next ones that are expected take no
 //! frame of one that is expected before them. A page that a step took comes in behind those copies, when its group is
 //! entered.
@@ -31,6 +33,7 @@
 //! May import: layers 0 and 3; `bookkeeping`.
 
 mod arrange;
+mod merge;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -81,10 +84,17 @@ struct Pages {
     /// Ascending.
     pages: Vec<u32>,
     entered: u32,
+    /// Those that it was made with.
+    own: Vec<u32>,
+    /// The group that has its pages.
+    part_of: Option<Group>,
 }
 
 /// How many rounds the first group of one may not come.
 const PATIENCE: usize = 4;
+
+/// The most turns of a round in which groups are looked for that are used in turn.
+const TURNS: usize = 1 << 14;
 
 /// How many groups come in ahead at most, where others may have their memory meanwhile.
 const DEPTH: usize = 64;
@@ -117,6 +127,10 @@ pub struct Ahead {
     /// Groups in the order in which they were entered since the first one came round.
     round: Vec<Group>,
     in_round: BTreeSet<Group>,
+    /// The same, each as often as it was entered.
+    turns: Vec<Group>,
+    /// Whether groups that were merged did not fit.
+    is_parted: bool,
     first: Option<Group>,
     /// Groups entered since the first one was.
     since_first: usize,
@@ -151,6 +165,8 @@ impl Ahead {
             last: (None, None),
             round: Vec::new(),
             in_round: BTreeSet::new(),
+            turns: Vec::new(),
+            is_parted: false,
             first: None,
             since_first: 0,
             arranged: None,
@@ -192,9 +208,11 @@ impl Ahead {
         for (offset, size) in parts {
             pages.extend(self.range.pages(offset, size)?);
         }
+        let pages: Vec<u32> = pages.into_iter().collect();
         self.groups.push(Pages {
-            pages: pages.into_iter().collect(),
-            entered: 0,
+            own: pages.clone(),
+            pages,
+            ..Pages::default()
         });
         Ok(Group(self.groups.len() as u32 - 1))
     }
@@ -210,16 +228,26 @@ impl Ahead {
     /// whatever else goes; [`Error::Device`] when the device refuses. Then it is not entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
+        match self.enter_whole(group) {
+            // Its parts may fit.
+            Err(Error::WeightBudget { .. }) if self.part()? => self.enter_whole(group),
+            result => result,
+        }
+    }
+
+    fn enter_whole(&mut self, group: Group) -> Result<(), Error> {
+        let mut group = self.whole(group);
         if self.active.contains(&group) {
             self.groups[group.0 as usize].entered += 1;
             return Ok(());
         }
-        // What lies inside of an outer group is no turn of its own.
-        let is_turn = !self.is_inside(group);
+        // What lies inside of an outer group is no turn of its own, nor is what was left last and comes again.
+        let is_turn = !self.is_inside(group) && self.last.1 != Some(group);
         if is_turn {
             self.forget_unless(group)?;
             if self.active.is_empty() {
                 self.arrange_if_due(group)?;
+                group = self.whole(group);
             }
         }
         if let (true, Some(clock)) = (is_turn, &mut self.clock) {
@@ -246,6 +274,7 @@ impl Ahead {
     /// Says that work which is enqueued from now on does not use the group, as often as it was entered.
     pub fn leave(&mut self, group: Group) {
         let _bookkeeping = Bookkeeping::begin();
+        let group = self.whole(group);
         let books = &mut self.groups[group.0 as usize];
         books.entered = books.entered.saturating_sub(1);
         if books.entered > 0 || !self.active.remove(&group) {
@@ -426,12 +455,17 @@ impl Ahead {
             self.first = None;
             self.round.clear();
             self.in_round.clear();
+            self.turns.clear();
             self.stop_clock();
         }
         if *self.first.get_or_insert(group) == group {
             self.since_first = 0;
             self.in_round.clear();
             self.in_round.extend(self.round.iter().copied());
+            self.turns.clear();
+        }
+        if self.turns.len() < TURNS {
+            self.turns.push(group);
         }
         if self.in_round.insert(group) {
             self.round.push(group);
