@@ -234,7 +234,8 @@ impl Bench {
         // Burn makes weights when they are first asked for. They get places of their exact size; all else of the
         // first runs, such as what tuning tries kernels on, is in pools and is given back.
         device.memory_persistent_allocations((), |()| bench.network.make());
-        bench.sync()?;
+        bench.clean()?;
+        bench.free = bench.memory()?;
         for run in 1..=WARM_UPS {
             let began = Instant::now();
             bench.forward();
@@ -246,7 +247,6 @@ impl Bench {
             );
         }
         bench.clean()?;
-        bench.free = bench.memory()?;
         Ok(bench)
     }
 
@@ -286,6 +286,8 @@ impl Bench {
         let calls = || hook::cuda::counts().allocs + hook::cuda::counts().frees;
         let least = AtomicU64::new(u64::MAX);
         let done = AtomicBool::new(false);
+        // What was freed before goes back to the device.
+        self.sync()?;
         std::thread::scope(|threads| {
             threads.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
