@@ -175,11 +175,7 @@ impl Gpu {
             .stream
             .executes(|| self.client.memory_persistent_allocation((), |()| caught()));
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));
-        let sync = || {
-            self.stream
-                .executes(|| self.device.sync())
-                .map_err(refused)
-        };
+        let sync = || self.stream.executes(|| self.device.sync()).map_err(refused);
         sync()?;
         self.client.memory_cleanup().map_err(refused)?;
         // The driver's pool gives back what was freed when it is waited for, not before.
