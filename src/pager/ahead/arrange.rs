@@ -31,6 +31,10 @@ pub(super) struct Arranged {
 /// together and were not one after the other.
 const REPEATS: u32 = 2;
 
+/// For how many orders pages are arranged one after the other; the next ones are added to each other. Where a model's
+/// first group comes again within a round, rounds seem shorter than they are, and each has another order.
+const ORDERS: u32 = 4;
+
 impl Ahead {
     /// When the first group comes round, arranges the pages for the order of use, unless they are already.
     pub(super) fn arrange_if_due(&mut self, group: Group) -> Result<(), Error> {
@@ -68,6 +72,13 @@ impl Ahead {
             if is_known {
                 // Those that were skipped in this round come again.
                 order.clone_from(&arranged.order);
+            } else {
+                self.orders += 1;
+                if self.orders > ORDERS {
+                    let seen: BTreeSet<Group> = order.iter().copied().collect();
+                    let others = arranged.order.iter().filter(|group| !seen.contains(group));
+                    order.extend(others);
+                }
             }
         }
         self.stop_clock();

@@ -135,6 +135,8 @@ pub struct Ahead {
     /// Groups entered since the first one was.
     since_first: usize,
     arranged: Option<Arranged>,
+    /// How often another order came than the pages were arranged for.
+    orders: u32,
     /// While times are taken.
     clock: Option<Clock>,
     /// What a round took when times were taken last.
@@ -170,6 +172,7 @@ impl Ahead {
             first: None,
             since_first: 0,
             arranged: None,
+            orders: 0,
             clock: None,
             timed: None,
             is_streaming: false,
