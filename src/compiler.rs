@@ -434,7 +434,7 @@ pub struct Scope {
 ///
 /// # Panics
 /// When weights that it pins cannot come in, outside of [`Compiler::step`] and [`catch_scopes`](crate::catch_scopes),
-/// which return that.
+/// which return that on their own thread, in a program that unwinds.
 pub fn scope(name: &str) -> Scope {
     open_scope(name, false)
 }

@@ -60,6 +60,9 @@ struct Unwinding(Error);
 /// Runs `f` and returns the error of a scope that could not open inside, as a step does: for work on weights that
 /// is no step.
 ///
+/// The error comes here by unwinding, on this thread: a scope that cannot open on another thread panics there, and in a
+/// program that aborts on panics it aborts, with the error as its text.
+///
 /// # Errors
 /// [`Error::Scope`].
 ///
