@@ -4,14 +4,13 @@
 
 mod reference;
 
-use std::sync::Mutex;
-
 use memory_compiler::device::adaptor::Repeat;
 use memory_compiler::device::{Call, Device};
 use memory_compiler::pager::Pager;
 use memory_compiler::{Allocation, Bytes, Compiler, Error, Options};
 
 use reference::devices::CountingHost;
+use reference::many::sums;
 use reference::weights::{Model, PAGE, Random, Read, StreamedHost, WORK, check, device, pages};
 
 const PROGRAMS: u64 = 10_000;
@@ -237,49 +236,31 @@ impl World {
 
 #[test]
 fn ten_thousand_programs_read_what_the_weights_are_and_stay_within_the_budget() {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
-    let total = Mutex::new([0_u64; 6]);
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
-            let total = &total;
-            scope.spawn(move || {
-                for seed in (thread..PROGRAMS).step_by(threads as usize) {
-                    let run = std::panic::catch_unwind(|| {
-                        let mut world = World::new(seed);
-                        for _ in 0..10 + world.random.below(40) {
-                            world.operation();
-                        }
-                        world.see();
-                        world.disarm();
-                        world.compiler = None;
-                        let (mut ahead, mut arranged) = (0, 0);
-                        for mut model in world.models.drain(..) {
-                            ahead += model.ahead.stats().copied_ahead.0;
-                            arranged += model.ahead.stats().arranged;
-                        }
-                        assert_eq!(world.pager.stats().used, Bytes::ZERO);
-                        assert!(world.device.is_empty(), "{:?}", world.device.books());
-                        assert_eq!(world.device.upstream().moments(), 0);
-                        [
-                            world.entered,
-                            world.refused,
-                            world.failed,
-                            world.steps,
-                            ahead,
-                            arranged,
-                        ]
-                    });
-                    let reached = run.unwrap_or_else(|_| panic!("program {seed}"));
-                    let mut total = total.lock().unwrap();
-                    total
-                        .iter_mut()
-                        .zip(reached)
-                        .for_each(|(sum, one)| *sum += one);
-                }
-            });
+    let total = sums(PROGRAMS, |seed| {
+        let mut world = World::new(seed);
+        for _ in 0..10 + world.random.below(40) {
+            world.operation();
         }
+        world.see();
+        world.disarm();
+        world.compiler = None;
+        let (mut ahead, mut arranged) = (0, 0);
+        for mut model in world.models.drain(..) {
+            ahead += model.ahead.stats().copied_ahead.0;
+            arranged += model.ahead.stats().arranged;
+        }
+        assert_eq!(world.pager.stats().used, Bytes::ZERO);
+        assert!(world.device.is_empty(), "{:?}", world.device.books());
+        assert_eq!(world.device.upstream().moments(), 0);
+        [
+            world.entered,
+            world.refused,
+            world.failed,
+            world.steps,
+            ahead,
+            arranged,
+        ]
     });
-    let total = total.into_inner().unwrap();
     println!("entered, refused, failed, steps, bytes ahead, arranged: {total:?}");
     assert!(total.iter().all(|&count| count > PROGRAMS / 4), "{total:?}");
 }

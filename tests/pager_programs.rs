@@ -13,6 +13,7 @@ use memory_compiler::pager::{PageOut, Pager, Pin, Pinned, Stamp, WeightRange};
 use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
 
 use reference::devices::{CountingHost, Pattern, limited_host};
+use reference::many::sums;
 use reference::weights::{PAGE, Random};
 
 const PROGRAMS: u64 = 10_000;
@@ -395,43 +396,25 @@ fn fill(
 
 #[test]
 fn ten_thousand_programs_stay_within_the_budget_and_keep_what_their_stamps_promise() {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
-    let total = Mutex::new([0u64; 8]);
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
-            let total = &total;
-            scope.spawn(move || {
-                for seed in (thread..PROGRAMS).step_by(threads as usize) {
-                    let run = std::panic::catch_unwind(|| {
-                        let mut world = World::new(seed);
-                        for _ in 0..20 + world.random.below(60) {
-                            world.operation();
-                            world.check();
-                        }
-                        world.end()
-                    });
-                    let ran = run.unwrap_or_else(|_| panic!("program {seed}"));
-                    let numbers = [
-                        ran.resident,
-                        ran.refilled,
-                        ran.streamed,
-                        ran.refused,
-                        ran.evictions,
-                        ran.step_errors,
-                        ran.replays,
-                        ran.saved,
-                    ];
-                    let mut total = total.lock().unwrap();
-                    total
-                        .iter_mut()
-                        .zip(numbers)
-                        .for_each(|(sum, number)| *sum += number);
-                }
-            });
+    let total = sums(PROGRAMS, |seed| {
+        let mut world = World::new(seed);
+        for _ in 0..20 + world.random.below(60) {
+            world.operation();
+            world.check();
         }
+        let ran = world.end();
+        [
+            ran.resident,
+            ran.refilled,
+            ran.streamed,
+            ran.refused,
+            ran.evictions,
+            ran.step_errors,
+            ran.replays,
+            ran.saved,
+        ]
     });
     // The property proves something only while the programs reach every answer.
-    let total = total.into_inner().unwrap();
     println!(
         "{PROGRAMS} programs: resident, refilled, streamed, refused, evicted, failed in steps, replays, saved: {total:?}"
     );

@@ -11,6 +11,7 @@
 
 pub mod devices;
 pub mod faulty;
+pub mod many;
 mod memory;
 pub mod pair;
 pub mod program;
