@@ -54,12 +54,10 @@ pub(super) fn plan(
     }
     let even = pages.even(frames);
     let Some(times) = times else {
-        return pages.share_frames(&even?);
+        return pages.share_frames(&even);
     };
-    let timed = pages.timed(frames, times);
-    let mut choices: Vec<(u64, Choice)> = even
-        .into_iter()
-        .chain(timed)
+    let mut choices: Vec<(u64, Choice)> = std::iter::once(even)
+        .chain(pages.timed(frames, times))
         .map(|choice| {
             let copies = choice.total() as u64 * times.page;
             (choice.round(times).0 + copies / WORTH, choice)
@@ -176,7 +174,7 @@ impl<'g> Pages<'g> {
     }
 
     /// Every group keeps the same share, and the ring has room for two groups in a row, if there is any.
-    fn even(&self, frames: usize) -> Option<Choice> {
+    fn even(&self, frames: usize) -> Choice {
         let counts = |share: usize| -> Vec<usize> {
             let count = |own: &Vec<u32>| own.len() - own.len() * share / STEPS;
             self.own.iter().map(count).collect()
@@ -206,9 +204,9 @@ impl<'g> Pages<'g> {
         }
         let streamed = counts(share);
         let kept = self.users.len() - streamed.iter().sum::<usize>();
-        // Without room for two groups the next one comes in as far as there is room.
-        let ring = frames.checked_sub(kept)?;
-        Some(Choice { streamed, ring })
+        // Without room for two groups nothing is kept, and the next one comes in as far as there is room.
+        let ring = frames - kept;
+        Choice { streamed, ring }
     }
 
     /// Choices for rings of several sizes. With a ring of `n` frames `excess + n` pages have to stream, and frames
@@ -415,7 +413,7 @@ mod tests {
             page: 10,
         };
         let pages = Pages::new(&groups);
-        let (even, _) = pages.even(90).unwrap().round(&times);
+        let (even, _) = pages.even(90).round(&times);
         let timed = pages.timed(90, &times);
         let timed = timed.iter().map(|choice| choice.round(&times).0).min();
         let timed = timed.unwrap();
@@ -436,7 +434,7 @@ mod tests {
                 let mut paused = truth.clone();
                 *paused.work.last_mut().unwrap() = 30_000_000;
                 let pages = Pages::new(&groups);
-                let even = pages.even(frames).unwrap().round(&truth).0;
+                let even = pages.even(frames).round(&truth).0;
                 // What was chosen, judged by the true times.
                 let rings = plan(&groups, frames, Some(&paused)).unwrap();
                 check(&groups, frames, &rings);

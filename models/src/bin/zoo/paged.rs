@@ -15,7 +15,8 @@ use crate::measure::summary;
 use crate::networks::{self, Job, Network};
 use crate::random::weights;
 
-/// Steps before anything is measured: two to see the order and to arrange for it, and two more.
+/// Steps before anything is measured: two to see the order and to arrange for it, one that is timed, one to arrange
+/// for the times, and two more.
 const SETTLING: usize = 6;
 
 /// What some steps of a network came to.
