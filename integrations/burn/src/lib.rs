@@ -30,7 +30,8 @@
 //! allocation calls in this process, sets cubecl up to allocate in stream order, and so must be called before
 //! anything else uses the GPU, loading weights included. A step runs on cubecl's own thread, without fusion. The
 //! first runs of each name ([`Options::warm_ups`]) just run: shapes that come later and are still to be tuned
-//! (Burn's feature `autotune`) need a name of their own, or [`Memory::outside`] first.
+//! (Burn's feature `autotune`) need a name of their own, or [`Memory::outside`] first. That is where weights and
+//! inputs are best made, too: they take no more than their size there.
 //!
 //! On the CPU it serves the backend `flex`, whose tensors lie in memory of Rust's allocator. Leave Burn's
 //! feature `rayon` off: with it the scratch memory of kernels moves to other threads and passes by.
@@ -288,6 +289,11 @@ impl Memory {
 
     /// Runs `f` outside of any step, as the first runs on a GPU do ([`Options::warm_ups`]): kernels for shapes
     /// that are new are compiled and tuned, and nothing is recorded. On the CPU it just runs.
+    ///
+    /// Tensors that `f` leaves behind, such as weights and inputs, lie in device allocations of their size, and what
+    /// it freed goes back to the device. Made elsewhere a tensor lies in a page of cubecl's, which is as large as the
+    /// largest buffer that cubecl has served there (1 GiB for a UNet at 64×64) and stays for as long as anything
+    /// in it lives.
     ///
     /// # Errors
     /// [`Error::Runner`] when the GPU has failed.

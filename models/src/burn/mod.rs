@@ -130,12 +130,17 @@ impl Session {
         device: &Device,
         options: Option<&Options>,
     ) -> Result<Self> {
-        let memory = match options {
+        let mut memory = match options {
             Some(options) => Some(memory_compiler_burn::compiler_with(device, options)?),
             None => None,
         };
+        let load = || Network::load(kind, source, device);
+        let network = match &mut memory {
+            Some(memory) => memory.outside(load)??,
+            None => load()?,
+        };
         Ok(Self {
-            network: Network::load(kind, source, device)?,
+            network,
             device: device.clone(),
             memory,
         })

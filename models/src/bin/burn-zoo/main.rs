@@ -8,8 +8,8 @@
 //!                             └─ PLAIN --plain: "default", Burn with fusion
 //! ```
 //!
-//! "memory" is what the device has less than with the weights alone, at most, by `cuMemGetInfo`, which another
-//! thread asks all the time. "calls" are allocations and frees that reach the driver in a step. In "each" the
+//! "memory" is what the device has less than with weights and inputs alone, at most, by `cuMemGetInfo`, which
+//! another thread asks all the time. "calls" are allocations and frees that reach the driver in a step. In "each" the
 //! device is waited for after every step, in "none" after the last one.
 
 use std::path::PathBuf;
@@ -117,13 +117,20 @@ fn network(arguments: &Arguments, kind: ModelKind) -> Result<bool> {
         false => Some(compiler(&device)?),
     };
     device.seed(7);
-    let bench = Bench::new(arguments, kind, &device)?;
+    let mut bench = match &mut memory {
+        Some(memory) => memory.outside(|| Bench::new(arguments, kind, &device))??,
+        None => Bench::new(arguments, kind, &device)?,
+    };
+    bench.count_from_here()?;
     let mut compiled = None;
     if let Some(memory) = &mut memory {
+        bench.first_runs(|f| Ok(memory.step(f)?))?;
         for _ in 0..SETTLING {
             memory.step(|| bench.forward())?;
         }
         memory.compile()?;
+        bench.sync()?;
+        bench.tell("steps settled and compiled")?;
         let memory = std::cell::RefCell::new(memory);
         let found = bench.run(
             arguments.steps,
@@ -132,11 +139,15 @@ fn network(arguments: &Arguments, kind: ModelKind) -> Result<bool> {
         )?;
         found.print(kind, "compiled");
         compiled = Some(found);
+        bench.tell("compiled steps done")?;
     }
     // Last, since cubecl's pools do not give back all that they took.
     drop(memory);
+    bench.first_runs(|f| Ok(f()))?;
     bench.clean()?;
+    bench.tell("what they freed given back")?;
     let plain = bench.run(arguments.steps, |f| Ok(f()), || None)?;
+    bench.tell("steps on Burn's memory done")?;
     plain.print(kind, if arguments.plain { "default" } else { "pools" });
     let Some(compiled) = compiled else {
         return Ok(true);
@@ -163,7 +174,7 @@ struct Bench {
     class: Tensor<1, Int>,
     device: Device,
     gpu: Cuda,
-    /// Free memory with the weights loaded.
+    /// Free memory with weights and inputs there.
     free: Bytes,
 }
 
@@ -218,7 +229,7 @@ impl Bench {
         };
         let gpu = Cuda::new(0).map_err(|error| Error::Setting(error.to_string()))?;
         let batch = arguments.batch;
-        let mut bench = Self {
+        let bench = Self {
             network,
             latents: Tensor::random(
                 [batch, 4, side, side],
@@ -231,23 +242,33 @@ impl Bench {
             gpu,
             free: Bytes::ZERO,
         };
-        // Burn makes weights when they are first asked for. They get places of their exact size; all else of the
-        // first runs, such as what tuning tries kernels on, is in pools and is given back.
+        // Burn makes weights when they are first asked for. They get places of their exact size.
         device.memory_persistent_allocations((), |()| bench.network.make());
-        bench.clean()?;
-        bench.free = bench.memory()?;
+        Ok(bench)
+    }
+
+    /// Counts memory from here.
+    fn count_from_here(&mut self) -> Result<()> {
+        self.clean()?;
+        self.free = self.memory()?;
+        self.tell("weights and inputs made")
+    }
+
+    /// The first runs, in which kernels are compiled and tuned.
+    fn first_runs(
+        &self,
+        mut step: impl FnMut(&(dyn Fn() -> Tensor<4> + Sync)) -> Result<Tensor<4>>,
+    ) -> Result<()> {
         for run in 1..=WARM_UPS {
             let began = Instant::now();
-            bench.forward();
-            bench.sync()?;
+            step(&|| self.forward())?;
+            self.sync()?;
             eprintln!(
-                "{}: run {run} of {WARM_UPS} before measuring took {:.1} s",
-                kind.name(),
+                "run {run} of {WARM_UPS} before measuring took {:.1} s",
                 began.elapsed().as_secs_f64()
             );
         }
-        bench.clean()?;
-        Ok(bench)
+        self.tell("first runs done")
     }
 
     fn forward(&self) -> Tensor<4> {
@@ -265,6 +286,21 @@ impl Bench {
     fn sync(&self) -> Result<()> {
         let synced = self.device.sync();
         synced.map_err(|error| Error::Setting(format!("the device failed: {error:?}")))
+    }
+
+    /// Says where the device's memory is: on the GPU, and in cubecl's pools.
+    fn tell(&self, when: &str) -> Result<()> {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        let pools = self.device.memory_pool_usage();
+        let (reserved, used) =
+            pools.map_or((0, 0), |pools| (pools.bytes_reserved, pools.bytes_in_use));
+        eprintln!(
+            "{when}: {:.1} MiB more than with weights and inputs; cubecl's pools {:.1} MiB, {:.1} of them in use",
+            mib(self.free.0.saturating_sub(self.memory()?.0)),
+            mib(reserved),
+            mib(used),
+        );
+        Ok(())
     }
 
     /// Free device memory.
