@@ -2,7 +2,7 @@
 
 use crate::{Error, IMAGE_SIDE, Result};
 use candle_core::Tensor;
-use std::{fs::OpenOptions, path::Path};
+use std::{fs::OpenOptions, io::ErrorKind, path::Path};
 
 /// Every pixel becomes a square of this many.
 const ZOOM: usize = 3;
@@ -11,22 +11,29 @@ const ZOOM: usize = 3;
 const GAP: usize = 4;
 
 /// Checks that a file can be written at `path`, before hours are spent on its content. Leaves a file
-/// that is there alone, and no file where there was none.
+/// or a link that is there alone, and no file where there was none.
 pub fn check_writable(path: &Path) -> Result<()> {
-    let is_new = !path.exists();
-    let opened = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path);
-    let checked = opened.and_then(|_| match is_new {
-        true => std::fs::remove_file(path),
-        false => Ok(()),
-    });
-    checked.map_err(|error| Error::Write {
+    check_opens(path).map_err(|error| Error::Write {
         path: path.to_path_buf(),
         why: error.to_string(),
     })
+}
+
+fn check_opens(path: &Path) -> std::io::Result<()> {
+    let mut new = OpenOptions::new();
+    match new.write(true).create_new(true).open(path) {
+        Ok(_) => return std::fs::remove_file(path),
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
+        Err(_) => {}
+    }
+    match OpenOptions::new().write(true).open(path) {
+        // A link to where nothing is yet: what it names is what will be made.
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let target = std::fs::read_link(path)?;
+            check_opens(&path.parent().unwrap_or(path).join(target))
+        }
+        opened => opened.map(drop),
+    }
 }
 
 /// Writes `(count, 1, 28, 28)` images from −1..1, `columns` in a row, column by column first.

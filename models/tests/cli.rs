@@ -76,6 +76,33 @@ fn an_output_that_cannot_be_written_is_refused_before_sampling() {
     );
 }
 
+#[cfg(unix)]
+#[test]
+fn a_link_to_where_nothing_is_yet_is_checked_and_left_alone() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let link = folder.path().join("link.png");
+    let check = |target: &str| {
+        std::os::unix::fs::symlink(target, &link).expect("a link is made");
+        let checked = memory_compiler_models::sheet::check_writable(&link);
+        let names = std::fs::read_link(&link).expect("the link is still there");
+        assert_eq!(names, Path::new(target));
+        assert!(!link.exists(), "nothing was made under the link");
+        std::fs::remove_file(&link).expect("the link goes");
+        checked
+    };
+    check("sheet.png").expect("it can be written");
+    check("missing/sheet.png").expect_err("there is no such folder");
+    check(text(&folder.path().join("sheet.png"))).expect("it can be written");
+
+    // A file behind a link keeps its content.
+    let file = folder.path().join("sheet.png");
+    std::fs::write(&file, b"content").expect("a file is written");
+    std::os::unix::fs::symlink("sheet.png", &link).expect("a link is made");
+    memory_compiler_models::sheet::check_writable(&link).expect("it can be written");
+    assert_eq!(std::fs::read(&file).expect("it is still there"), b"content");
+    assert!(link.is_symlink());
+}
+
 #[test]
 fn the_same_seed_writes_the_same_sheet() {
     let folder = tempfile::tempdir().expect("a temporary folder");
