@@ -108,8 +108,11 @@ pub struct Job {
     pub seed: u64,
 }
 
-/// More steps or images of a digit than anybody draws: above this is a slip of the keyboard.
-const LIMIT: usize = 1_000_000;
+/// More steps than anybody takes: above this is a slip of the keyboard.
+const STEP_LIMIT: usize = 1_000_000;
+
+/// Images that are drawn together; with batched guidance the UNet needs about 5 MiB for each.
+const IMAGE_LIMIT: usize = 2_000;
 
 impl Job {
     /// Fails unless every number makes sense.
@@ -118,10 +121,17 @@ impl Job {
         match self {
             Self { steps: 0, .. } => wrong("steps must be at least 1"),
             Self { samples: 0, .. } => wrong("samples must be at least 1"),
-            Self { steps, samples, .. } if *steps.max(samples) > LIMIT => {
-                wrong("steps and samples must be at most 1000000")
+            Self { steps, .. } if *steps > STEP_LIMIT => {
+                wrong(&format!("steps must be at most {STEP_LIMIT}"))
             }
             Self { classes, .. } if classes.is_empty() => wrong("no class to draw"),
+            Self {
+                samples, classes, ..
+            } if *samples > IMAGE_LIMIT / classes.len() => wrong(&format!(
+                "samples must be at most {}: {IMAGE_LIMIT} images are drawn at once at most \
+                 (another seed draws others)",
+                IMAGE_LIMIT / classes.len()
+            )),
             Self { classes, .. } if classes.iter().any(|&class| class >= NO_CLASS) => {
                 wrong("a class must be 0 to 9")
             }

@@ -37,7 +37,10 @@ fn bad_arguments_are_refused_in_one_line() {
     assert_refused(&["--steps", "-3"], "-3");
     assert_refused(&["--samples", "0"], "samples must be at least 1");
     assert_refused(&["--steps", "18446744073709551615"], "at most 1000000");
-    assert_refused(&["--samples", "18446744073709551615"], "at most 1000000");
+    assert_refused(&["--samples", "18446744073709551615"], "at most 200: ");
+    assert_refused(&["--samples", "1000000", "--steps", "1"], "another seed");
+    let one_digit = ["--class", "3", "--samples", "2001"];
+    assert_refused(&one_digit, "at most 2000: ");
     assert_refused(&["--sampler", "heun"], "heun");
     assert_refused(&["--cfg", "nan"], "guidance scale");
     assert_refused(&["--cfg-mode", "both"], "both");
