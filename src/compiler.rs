@@ -74,7 +74,7 @@ impl Compiler {
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
         if options.address_space.0 / granule.0 < 2 {
             let reason = format!(
-                "{} is less than two pages of {granule}",
+                "{:#} is less than two pages of {granule}",
                 options.address_space
             );
             return wrong("address_space", reason);
@@ -84,17 +84,17 @@ impl Compiler {
         {
             return wrong(
                 "budget",
-                format!("{budget} is less than one page of {granule}"),
+                format!("{budget:#} is less than one page of {granule}"),
             );
         }
         if granule > LARGEST_GRANULE {
-            return wrong("granule", format!("{granule} is above {LARGEST_GRANULE}"));
+            return wrong("granule", format!("{granule:#} is above {LARGEST_GRANULE}"));
         }
         if options.edge_limit == 0 {
             return wrong("edge_limit", "nothing could be recorded".into());
         }
         if options.threshold < SMALLEST_THRESHOLD {
-            let reason = format!("{} is below {SMALLEST_THRESHOLD}", options.threshold);
+            let reason = format!("{:#} is below {SMALLEST_THRESHOLD}", options.threshold);
             return wrong("threshold", reason);
         }
         let host_threshold = if device.is_host_memory() {

@@ -9,7 +9,9 @@ use crate::units::{Address, Bytes};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// A strict step or scope met an allocation that no recorded edge answers.
-    #[error("strict step broke at {scope}, event {event}: asked for {asked}, expected {expected}")]
+    #[error(
+        "strict step broke at {scope}, event {event}: asked for {asked:#}, expected {expected}"
+    )]
     Strict {
         /// Path of the innermost open scope, from the step's name down: `step/down.0/attention`.
         scope: String,
@@ -22,7 +24,7 @@ pub enum Error {
     },
     /// The step needs more bytes than the budget allows. Nothing was taken from the device.
     #[error(
-        "over the budget of {budget}: asked for {asked}, held {held}, live {live}, \
+        "over the budget of {budget:#}: asked for {asked}, held {held}, live {live}, \
          free {free} (raise the budget, or make the step smaller)"
     )]
     OverBudget {
@@ -39,7 +41,7 @@ pub enum Error {
     },
     /// Weights that are used at once need more memory than weights may have.
     #[error(
-        "weights that are used at once need {needed}, and {limit} is what they can have (raise the budget, \
+        "weights that are used at once need {needed:#}, and {limit:#} is what they can have (raise the budget, \
          or use them in smaller scopes)"
     )]
     WeightBudget {
@@ -150,7 +152,7 @@ pub enum Expected {
 impl std::fmt::Display for Expected {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Size(size) => write!(f, "{size}"),
+            Self::Size(size) => write!(f, "{size:#}"),
             Self::End => f.write_str("the end of the step"),
             Self::Nothing => f.write_str("nothing (this state was never recorded)"),
         }

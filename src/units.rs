@@ -87,22 +87,30 @@ impl Bytes {
     }
 }
 
+/// Binary units, each 1024 times the one before.
+const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+
 impl fmt::Display for Bytes {
-    /// In the largest binary unit that leaves at least one whole unit: `512 B`, `1.50 KiB`, `24.00 MiB`.
+    /// In the largest binary unit that leaves at least one whole unit when rounded: `512 B`, `1.50 KiB`,
+    /// `24.00 MiB`. `{:#}` rounds nothing and stays with bytes where two decimals do not say it all, for
+    /// sizes that are compared: `4095 B`, `4.00 KiB`.
     #[expect(
         clippy::cast_precision_loss,
         reason = "shown to people, never computed with"
     )]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = match self.0 {
-            bytes @ 0..=1023 => format!("{bytes} B"),
-            bytes @ 1024..=0xF_FFFF => format!("{:.2} KiB", bytes as f64 / f64::from(1 << 10)),
-            bytes @ 0x10_0000..=0x3FFF_FFFF => {
-                format!("{:.2} MiB", bytes as f64 / f64::from(1 << 20))
-            }
-            bytes => format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30)),
-        };
-        f.pad(&text)
+        let mut value = self.0 as f64 / 1024.0;
+        let mut nth = 0;
+        // From here on two decimals read 1024.00.
+        while value >= 1023.995 && nth + 1 < UNITS.len() {
+            value /= 1024.0;
+            nth += 1;
+        }
+        let is_exact = || (u128::from(self.0) * 100).is_multiple_of(1024 << (10 * nth));
+        if self.0 < 1024 || (f.alternate() && !is_exact()) {
+            return f.pad(&format!("{} B", self.0));
+        }
+        f.pad(&format!("{value:.2} {}", UNITS[nth]))
     }
 }
 
@@ -151,11 +159,39 @@ mod tests {
 
     #[test]
     fn sizes_are_shown_in_the_largest_whole_unit() {
-        let shown: Vec<String> = [0, 512, 1536, 24 << 20, 3 << 30]
-            .iter()
-            .map(|&bytes| Bytes(bytes).to_string())
-            .collect();
-        assert_eq!(shown, ["0 B", "512 B", "1.50 KiB", "24.00 MiB", "3.00 GiB"]);
+        for (bytes, shown) in [
+            (0, "0 B"),
+            (512, "512 B"),
+            (1023, "1023 B"),
+            (1024, "1.00 KiB"),
+            (1536, "1.50 KiB"),
+            ((1 << 20) - 6, "1023.99 KiB"),
+            ((1 << 20) - 1, "1.00 MiB"),
+            (24 << 20, "24.00 MiB"),
+            ((1 << 30) - 1, "1.00 GiB"),
+            (3 << 30, "3.00 GiB"),
+            ((1 << 40) - 1, "1.00 TiB"),
+            (u64::MAX, "16777216.00 TiB"),
+        ] {
+            assert_eq!(Bytes(bytes).to_string(), shown, "{bytes}");
+        }
+        assert_eq!(format!("{:>8}|", Bytes(1024)), "1.00 KiB|");
+        assert_eq!(format!("{:>9}|", Bytes(1024)), " 1.00 KiB|");
+    }
+
+    #[test]
+    fn sizes_that_are_compared_are_exact() {
+        for (bytes, shown) in [
+            (4095, "4095 B"),
+            (4096, "4.00 KiB"),
+            (1536, "1.50 KiB"),
+            (1537, "1537 B"),
+            ((1 << 40) - 1, "1099511627775 B"),
+            (1 << 40, "1.00 TiB"),
+            (u64::MAX, "18446744073709551615 B"),
+        ] {
+            assert_eq!(format!("{:#}", Bytes(bytes)), shown);
+        }
     }
 
     #[test]
