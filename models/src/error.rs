@@ -31,6 +31,9 @@ pub enum Error {
         /// What the system said.
         why: String,
     },
+    /// What a program says could not be printed.
+    #[error("cannot print: {0}")]
+    Print(std::io::Error),
     /// A setting that makes no sense.
     #[error("{0}")]
     Setting(String),

@@ -2,7 +2,7 @@
 
 use std::{
     path::Path,
-    process::{Command, Output},
+    process::{Command, Output, Stdio},
 };
 
 fn diffuse(arguments: &[&str]) -> Output {
@@ -34,7 +34,11 @@ fn bad_arguments_are_refused_in_one_line() {
     assert_refused(&["--class", "11"], "0 to 9 or all");
     assert_refused(&["--class", "seven"], "0 to 9 or all");
     assert_refused(&["--steps", "0"], "steps must be at least 1");
-    assert_refused(&["--steps", "-3"], "-3");
+    let whole = "invalid value '-3' for '--steps <STEPS>': expected a whole number";
+    assert_refused(&["--steps", "-3"], whole);
+    assert_refused(&["--samples", "-1"], "expected a whole number");
+    assert_refused(&["--class", "-1"], "0 to 9 or all");
+    assert_refused(&["--cfg", "-1"], "guidance scale");
     assert_refused(&["--samples", "0"], "samples must be at least 1");
     assert_refused(&["--steps", "18446744073709551615"], "at most 1000000");
     assert_refused(&["--samples", "18446744073709551615"], "at most 200: ");
@@ -47,6 +51,9 @@ fn bad_arguments_are_refused_in_one_line() {
     assert_refused(&["--cfg-until", "2"], "guided fraction");
     assert_refused(&["--granule", "2 parsecs"], "sizes look like");
     assert_refused(&["--colour"], "--colour");
+    assert_refused(&["--step", "3"], "a similar argument exists: '--steps'");
+    assert_refused(&["--step", "3"], "try '--help'");
+    assert_refused(&["--model", "gan"], "[possible values: unet, dit]");
 }
 
 #[test]
@@ -171,7 +178,53 @@ fn memory_that_does_not_suffice_is_refused_in_one_line() {
         &["--threshold", "100"],
         "option threshold: 100 B is below 4.00 KiB",
     );
+    with(&["--threshold", "4095"], "4095 B is below 4.00 KiB");
     with(&["--no-compile", "--strict"], "cannot be used with");
+}
+
+#[test]
+fn a_reader_that_went_away_is_no_failure() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let arguments = [
+        "--model",
+        "dit",
+        "--steps",
+        "2",
+        "--class",
+        "5",
+        "--compare",
+    ];
+    let mut child = Command::new(env!("CARGO_BIN_EXE_diffuse"))
+        .args([&arguments[..], &["--out", text(&out)]].concat())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program starts");
+    drop((child.stdout.take(), child.stderr.take()));
+    let status = child.wait().expect("the program ends");
+    assert_eq!(status.code(), Some(0));
+    assert!(out.exists() && out.with_extension("html").exists());
+}
+
+#[test]
+fn without_a_terminal_it_says_once_a_run_what_it_draws() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let out = folder.path().join("sheet.png");
+    let arguments = ["--model", "dit", "--steps", "1", "--class", "5"];
+    let draw = |samples: &str| {
+        let more = ["--samples", samples, "--out", text(&out)];
+        let output = diffuse(&[&arguments[..], &more].concat());
+        assert!(output.status.success(), "{output:?}");
+        let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+        (text(output.stdout), text(output.stderr))
+    };
+    let (stdout, stderr) = draw("1");
+    assert_eq!(stderr, "drawing 1 image in 1 step on compiled memory …\n");
+    assert!(stdout.starts_with("1 image in "), "{stdout}");
+    let (stdout, stderr) = draw("2");
+    assert_eq!(stderr, "drawing 2 images in 1 step on compiled memory …\n");
+    assert!(stdout.starts_with("2 images in "), "{stdout}");
 }
 
 #[test]

@@ -18,6 +18,8 @@ use memory_compiler_models::{
     weights::{self, Source, load_on, load_paged},
 };
 use std::{
+    fmt,
+    io::{self, IsTerminal, Write},
     path::{Path, PathBuf},
     process::ExitCode,
     time::{Duration, Instant},
@@ -47,25 +49,35 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
     /// Steps of the sampler.
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, default_value_t = 12, value_parser = parse_count, allow_negative_numbers = true)]
     steps: usize,
     /// Guidance: how far to go past the prediction without a digit; 1 draws without guidance.
-    #[arg(long, value_name = "SCALE", default_value_t = 2.0)]
+    #[arg(
+        long,
+        value_name = "SCALE",
+        default_value_t = 2.0,
+        allow_negative_numbers = true
+    )]
     cfg: f64,
     /// Guidance as two calls in turn or as one with twice the batch.
     #[arg(long, value_enum, default_value = "flip-flop")]
     cfg_mode: GuidanceMode,
     /// The share of the steps, from the first on, that flip-flop guides.
-    #[arg(long, value_name = "FRACTION", default_value_t = 0.66)]
+    #[arg(
+        long,
+        value_name = "FRACTION",
+        default_value_t = 0.66,
+        allow_negative_numbers = true
+    )]
     cfg_until: f64,
     /// A digit, or all of them.
-    #[arg(long, value_name = "0-9|all", default_value = "all", value_parser = parse_class)]
+    #[arg(long, value_name = "0-9|all", default_value = "all", value_parser = parse_class, allow_negative_numbers = true)]
     class: Class,
     /// Images of each digit.
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = parse_count, allow_negative_numbers = true)]
     samples: usize,
     /// Where the noise comes from.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
     /// Other weights than the ones that are part of the program.
     #[arg(long, value_name = "FILE")]
@@ -107,8 +119,7 @@ impl Arguments {
             path: path.clone(),
             why: error.to_string(),
         })?;
-        println!("where the memory goes: {}", path.display());
-        Ok(())
+        say(format_args!("where the memory goes: {}", path.display()))
     }
 }
 
@@ -311,11 +322,11 @@ fn draw(arguments: &Arguments) -> Result<()> {
     };
     write(&images, columns, &arguments.out, time)?;
     if let Some(compiled) = &mut compiled {
-        println!("{}", compiled.stats());
+        say(format_args!("{}", compiled.stats()))?;
         arguments.write_report(&compiled.report())?;
     }
     if let (Some(loaded), Some(ran)) = (loaded, ran) {
-        print_weights(&loaded, &ran, calls);
+        print_weights(&loaded, &ran, calls)?;
     }
     match plain {
         Some((plain, plain_time, _)) => compare(&images, time, &plain, plain_time),
@@ -325,13 +336,12 @@ fn draw(arguments: &Arguments) -> Result<()> {
 
 fn write(images: &Tensor, columns: usize, out: &Path, time: Duration) -> Result<()> {
     sheet::write(images, columns, out)?;
-    println!(
-        "{} images in {:.2} s: {}",
-        images.dim(0)?,
+    say(format_args!(
+        "{} in {:.2} s: {}",
+        counted(images.dim(0)?, "image"),
         time.as_secs_f64(),
         out.display()
-    );
-    Ok(())
+    ))
 }
 
 /// The same with the network in Burn.
@@ -374,7 +384,7 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
     };
     write(&images, job.classes.len(), &arguments.out, time)?;
     if let Some(report) = session.report() {
-        println!("{}", report.stats);
+        say(format_args!("{}", report.stats))?;
         arguments.write_report(&report)?;
     }
     match plain {
@@ -384,14 +394,14 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
 }
 
 /// What the weights did between loading and the end of sampling.
-fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
+fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) -> Result<()> {
     let copied = ran.copied.0 - loaded.copied.0;
     let waited = (ran.waited - loaded.waited).as_secs_f64() * 1e3;
-    println!(
+    say(format_args!(
         "{:>12} {:>12} {:>12} {:>12} {:>14} {:>15} {:>12}",
         "weights", "budget", "resident", "evicted", "copied a step", "waited a step", "past budget"
-    );
-    println!(
+    ))?;
+    say(format_args!(
         "{:>12} {:>12} {:>12} {:>12} {:>14} {:>12.2} ms {:>12}",
         ran.weights,
         ran.pager.weights_limit,
@@ -400,7 +410,7 @@ fn print_weights(loaded: &PagedStats, ran: &PagedStats, calls: u64) {
         Bytes(copied / calls.max(1)),
         waited / calls.max(1) as f64,
         ran.pager.beyond_peak,
-    );
+    ))
 }
 
 /// Counts the calls of the model.
@@ -437,7 +447,7 @@ fn run(
     Ok((images, time, stepper.calls))
 }
 
-/// Draws with a progress bar; says how long it took.
+/// Draws with a progress bar, or a line where nobody could see one; says how long it took.
 fn watch(
     job: &Job,
     title: &'static str,
@@ -447,6 +457,11 @@ fn watch(
     if let Ok(style) = ProgressStyle::with_template("{msg} {bar:40} {pos}/{len} steps, {eta} left")
     {
         bar.set_style(style);
+    }
+    if !io::stderr().is_terminal() {
+        let images = counted(job.samples * job.classes.len(), "image");
+        let steps = counted(job.steps, "step");
+        tell(&format!("drawing {images} in {steps} on {title} …"));
     }
     let started = Instant::now();
     let images = draw(&mut || bar.inc(1));
@@ -471,24 +486,44 @@ fn compare(
     };
     let (compiled, plain) = (bits(compiled)?, bits(plain)?);
     let different = compiled.iter().zip(&plain).filter(|(a, b)| a != b).count();
-    println!(
+    say(format_args!(
         "compiled {:.2} s, plain {:.2} s, ratio {:.3}",
         compiled_time.as_secs_f64(),
         plain_time.as_secs_f64(),
         compiled_time.as_secs_f64() / plain_time.as_secs_f64()
-    );
+    ))?;
     if different > 0 || compiled.len() != plain.len() {
         return Err(Error::Setting(format!(
             "images differ in {different} of {} pixels",
             plain.len()
         )));
     }
-    println!("images are bit-identical ({} pixels)", plain.len());
-    Ok(())
+    say(format_args!(
+        "images are bit-identical ({} pixels)",
+        plain.len()
+    ))
+}
+
+/// A number of things, for people.
+fn counted(count: usize, thing: &str) -> String {
+    format!("{count} {thing}{}", if count == 1 { "" } else { "s" })
+}
+
+/// Prints one line. A reader that has seen enough, such as `head`, is no failure.
+fn say(line: fmt::Arguments<'_>) -> Result<()> {
+    match writeln!(io::stdout(), "{line}") {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(Error::Print(error)),
+        _ => Ok(()),
+    }
+}
+
+/// A line on standard error, for whoever still reads it.
+fn tell(line: &str) {
+    let _ = writeln!(io::stderr(), "{line}");
 }
 
 fn fail(message: &str) -> ExitCode {
-    eprintln!("{message}");
+    tell(message);
     ExitCode::from(2)
 }
 
@@ -496,14 +531,20 @@ fn is_help(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
 }
 
-/// The first paragraph of a message, as one line.
+/// What clap says, less how the program is called, as one line: `what; tip; where to read more`.
 fn one_line(message: &str) -> String {
-    let lines: Vec<&str> = message
-        .lines()
-        .map(str::trim)
-        .take_while(|line| !line.is_empty())
+    let said: Vec<String> = message
+        .split("\n\n")
+        .filter(|paragraph| !paragraph.starts_with("Usage:"))
+        .map(|paragraph| paragraph.split_whitespace().collect::<Vec<_>>().join(" "))
+        .filter(|paragraph| !paragraph.is_empty())
         .collect();
-    lines.join(" ")
+    said.join("; ").trim_end_matches('.').to_owned()
+}
+
+fn parse_count(text: &str) -> std::result::Result<usize, String> {
+    text.parse()
+        .map_err(|_| "expected a whole number, such as 12".into())
 }
 
 fn parse_class(text: &str) -> std::result::Result<Class, String> {
