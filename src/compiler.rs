@@ -16,11 +16,11 @@ use crate::current;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
-use crate::options::{LARGEST_GRANULE, Options, SMALLEST_THRESHOLD};
+use crate::options::{Options, SMALLEST_THRESHOLD, check_granule};
 use crate::pager::Pager;
 use crate::report::Report;
 use crate::stats::{Compiled, Stats, StepReport};
-use crate::units::{Address, Bytes};
+use crate::units::{ALIGNMENT, Address, Bytes};
 use crate::validate::{self, Fault};
 use crate::watch;
 
@@ -87,9 +87,7 @@ impl Compiler {
                 format!("{budget:#} is less than one page of {granule}"),
             );
         }
-        if granule > LARGEST_GRANULE {
-            return wrong("granule", format!("{granule:#} is above {LARGEST_GRANULE}"));
-        }
+        check_granule(granule, ALIGNMENT)?;
         if options.edge_limit == 0 {
             return wrong("edge_limit", "nothing could be recorded".into());
         }

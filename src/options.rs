@@ -1,13 +1,28 @@
 //! Layer 0: what a program may choose.
 //!
-//! May import: `units`.
+//! May import: `units`, `error`.
 
+use crate::error::Error;
 use crate::units::Bytes;
 
 /// The smallest threshold that a compiler may ask for: what is smaller never asks for a step.
 pub const SMALLEST_THRESHOLD: Bytes = Bytes::kib(4);
 /// The largest page that a device may have: larger ones would waste more than most buffers are.
 pub(crate) const LARGEST_GRANULE: Bytes = Bytes::mib(32);
+
+/// Checks that `granule` can be the page of a device or plan whose pages are at least `smallest`.
+///
+/// # Errors
+/// [`Error::Option`], which says what can be.
+pub fn check_granule(granule: Bytes, smallest: Bytes) -> Result<(), Error> {
+    if granule.0.is_power_of_two() && (smallest..=LARGEST_GRANULE).contains(&granule) {
+        return Ok(());
+    }
+    Err(Error::Option {
+        option: "granule",
+        reason: format!("{granule:#} is no power of two from {smallest} to {LARGEST_GRANULE}"),
+    })
+}
 
 /// How a compiler works. `..Options::default()` for the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +43,8 @@ pub struct Options {
     /// Plan all buffers again after so many steps in a row in which nothing was recorded, as
     /// [`Compiler::compile`](crate::Compiler::compile) does; `None` for only when that is called.
     pub compile_after: Option<u32>,
-    /// Addresses to reserve, half of them for buffers that outlive their step. They cost no memory;
+    /// Addresses to reserve, half of them for buffers that outlive their step; 2 TiB at most, also
+    /// when this is more. They cost no memory;
     /// make it smaller where the system refuses (`ulimit -v`, valgrind).
     pub address_space: Bytes,
 }

@@ -173,7 +173,8 @@ fn memory_that_does_not_suffice_is_refused_in_one_line() {
         &["--budget", "4KiB"],
         "option budget: 4.00 KiB is less than one page",
     );
-    with(&["--granule", "3000"], "option granule");
+    let granule = "option granule: 3000 B is no power of two from 4.00 KiB to 32.00 MiB";
+    with(&["--granule", "3000"], granule);
     with(
         &["--threshold", "100"],
         "option threshold: 100 B is below 4.00 KiB",

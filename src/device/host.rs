@@ -176,6 +176,12 @@ impl Host {
         })
     }
 
+    /// The smallest page that this machine can map.
+    #[must_use]
+    pub fn smallest_granule() -> Bytes {
+        os::page_size()
+    }
+
     /// 2 MiB, a GPU's granule and a huge page of most CPUs; more where the system's page is larger.
     #[must_use]
     pub fn default_granule() -> Bytes {

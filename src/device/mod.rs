@@ -17,7 +17,7 @@
 //! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
 //! trait and the adaptors remain.
 //!
-//! May import: `units`, `device_error`.
+//! May import: `units`, `device_error`, `options` for what a granule may be.
 
 pub mod adaptor;
 #[cfg(feature = "cuda")]
@@ -37,6 +37,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use crate::device_error::{Call, DeviceError, MemoryInfo};
+pub use crate::options::check_granule;
 use crate::units::{Address, Bytes};
 
 /// One physical page of a device: memory without an address. Numbered by the device, never reused

@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 use crate::compiler::Compiler;
 use crate::current::{self, Probe};
-use crate::device::Host;
+use crate::device::{Call, Host, check_granule};
 use crate::engine::By;
 use crate::error::Error;
 use crate::hook::weights;
@@ -198,14 +198,15 @@ pub fn is_installed() -> bool {
 ///
 /// # Errors
 /// [`Error::HookMissing`], whose text is the line to add, when they do not; [`Error::Option`] for a granule
-/// that cannot work.
+/// that cannot work; [`Error::Device`] when the system refuses.
 pub fn device(granule: Bytes) -> Result<Arc<Host>, Error> {
     if !is_installed() {
         return Err(Error::HookMissing);
     }
-    let host = Host::new(granule).map_err(|source| Error::Option {
-        option: "granule",
-        reason: format!("{granule}: {source}"),
+    check_granule(granule, Host::smallest_granule())?;
+    let host = Host::new(granule).map_err(|source| Error::Device {
+        call: Call::Create,
+        source,
     })?;
     Ok(Arc::new(host))
 }
