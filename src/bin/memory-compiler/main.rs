@@ -14,10 +14,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand, ValueEnum};
-use memory_compiler::device::{Device, Host};
+use memory_compiler::device::{Device, Host, check_granule};
 use memory_compiler::lifespans::{self, Row, Spot};
-use memory_compiler::planner::{self, Outcome, Problem, Rules};
+use memory_compiler::planner::{self, Outcome, Problem, ProblemError, Rules};
 use memory_compiler::trace::{Event, Trace};
+use memory_compiler::validate::PlanFault;
 use memory_compiler::{ALIGNMENT, Address, Allocation, Bytes, Compiler, Options, Step};
 
 use input::{Input, Wrong};
@@ -76,12 +77,17 @@ enum Command {
         /// Where the memory comes from.
         #[arg(long, value_enum, default_value_t = Place::Host)]
         device: Place,
-        /// Steps to run; the first one records.
-        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+        /// Steps to run; the first one records, and after two that record nothing all buffers are
+        /// planned again, so that the fourth holds what the step needs at its peak.
+        #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
         steps: u64,
         /// The smallest page of the host device.
         #[arg(long, default_value = "2MiB", value_parser = bytes)]
         granule: Bytes,
+        /// Addresses to reserve, half of them for buffers that outlive their step; at most 2 TiB are
+        /// used. They cost no memory.
+        #[arg(long, default_value = "256GiB", value_name = "BYTES", value_parser = bytes)]
+        address_space: Bytes,
         /// Write a page of HTML that shows where the memory goes.
         #[arg(long, value_name = "FILE")]
         report: Option<PathBuf>,
@@ -108,7 +114,14 @@ fn duration(text: &str) -> Result<Duration, String> {
 }
 
 fn bytes(text: &str) -> Result<Bytes, String> {
-    let units = [("KiB", 10), ("MiB", 20), ("GiB", 30), ("B", 0), ("", 0)];
+    let units = [
+        ("KiB", 10),
+        ("MiB", 20),
+        ("GiB", 30),
+        ("TiB", 40),
+        ("B", 0),
+        ("", 0),
+    ];
     let (number, shift) = units
         .iter()
         .find_map(|(unit, shift)| {
@@ -116,9 +129,6 @@ fn bytes(text: &str) -> Result<Bytes, String> {
         })
         .ok_or("expected bytes: 2MiB, 64KiB, 1024")?;
     let bytes = number.checked_mul(1 << shift).ok_or("more than 64 bits")?;
-    if bytes == 0 || bytes % ALIGNMENT.0 != 0 || bytes > Bytes::gib(1).0 {
-        return Err(format!("not a multiple of {ALIGNMENT} up to 1 GiB"));
-    }
     Ok(Bytes(bytes))
 }
 
@@ -139,6 +149,20 @@ impl From<Wrong> for Failure {
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Self::Other(error.to_string())
+    }
+}
+
+impl From<memory_compiler::Error> for Failure {
+    fn from(error: memory_compiler::Error) -> Self {
+        use memory_compiler::Error;
+        match error {
+            Error::Option { .. } => Self::Input(Wrong::command(&error.to_string())),
+            Error::AddressSpace { asked, reserved } => Self::Other(format!(
+                "address space of {reserved} is used up: asked for {asked} \
+                 (raise --address-space, of which 2 TiB are used at most; addresses cost no memory)"
+            )),
+            _ => Self::Other(error.to_string()),
+        }
     }
 }
 
@@ -169,8 +193,17 @@ fn main() -> ExitCode {
             device,
             steps,
             granule,
+            address_space,
             report,
-        } => replay(&file, device, steps, granule, report.as_deref()),
+        } => {
+            let options = Options {
+                // As the integrations have it.
+                compile_after: Some(2),
+                address_space,
+                ..Options::default()
+            };
+            replay(&file, device, granule, options, steps, report.as_deref())
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -200,7 +233,43 @@ fn problem(file: &Path, granule: Bytes, rows: &[Row]) -> Result<Problem, Wrong> 
         rows.iter()
             .map(|row| (row.buffer.size, [row.buffer.lifespan.clone()])),
     )
-    .map_err(|error| Wrong::whole(file, &error))
+    .map_err(|error| match error {
+        ProblemError::Size { item, size } => {
+            let id = &rows[item].buffer.id;
+            Wrong::whole(file, &format!("buffer {id}: {size:#} is more than 2 TiB"))
+        }
+        _ => Wrong::whole(file, &error),
+    })
+}
+
+/// What is wrong with a plan, by the names of its file.
+fn named(fault: PlanFault, rows: &[Row]) -> String {
+    let id = |item: usize| &rows[item].buffer.id;
+    match fault {
+        PlanFault::Shared {
+            first,
+            second,
+            frame,
+            ..
+        } if first == second => format!("buffer {} stands over frame {frame} twice", id(first)),
+        PlanFault::Shared {
+            first,
+            second,
+            frame,
+            unit,
+        } => format!(
+            "buffers {} and {} are live together and share byte {} of frame {frame}",
+            id(first),
+            id(second),
+            unit * ALIGNMENT.0
+        ),
+        PlanFault::Unmapped { item, page } => {
+            format!(
+                "buffer {} reaches over page {page}, which has no frame",
+                id(item)
+            )
+        }
+    }
 }
 
 fn plan(
@@ -215,6 +284,7 @@ fn plan(
             "--out takes one file at a time",
         )));
     }
+    check_granule(granule, ALIGNMENT)?;
     let mut target = io::stdout().lock();
     let widest = files
         .iter()
@@ -246,10 +316,10 @@ fn plan(
                 "{:<widest$} {:>8} {:>14} {:>14} {:>14} {:>14} {:>7.4} {:>6.1} ms  {}{}",
                 file.display().to_string(),
                 problem.len(),
-                problem.live_peak().to_string(),
-                problem.floor().to_string(),
-                held.to_string(),
-                plan.virtual_bytes(&problem).to_string(),
+                mib(problem.live_peak()),
+                mib(problem.floor()),
+                mib(held),
+                mib(plan.virtual_bytes(&problem)),
                 held.0 as f64 / problem.live_peak().0.max(1) as f64,
                 outcome.time.as_secs_f64() * 1e3,
                 plan.strategy,
@@ -272,6 +342,11 @@ fn plan(
         }
     }
     Ok(())
+}
+
+/// In one unit whatever the size, so that a column can be compared.
+fn mib(bytes: Bytes) -> String {
+    format!("{:.2} MiB", bytes.as_mib())
 }
 
 fn object(file: &Path, problem: &Problem, outcome: &Outcome) -> serde_json::Value {
@@ -311,6 +386,7 @@ fn pages(offset: u64, size: Bytes, granule: Bytes) -> impl Iterator<Item = u64> 
 }
 
 fn validate(file: &Path, plan: Option<&Path>, granule: Bytes) -> Result<(), Failure> {
+    check_granule(granule, ALIGNMENT)?;
     let mut rows = Input::open(file)?.rows()?;
     let problem = problem(file, granule, &rows)?;
     let plan_file = plan.unwrap_or(file);
@@ -404,8 +480,9 @@ fn validate(file: &Path, plan: Option<&Path>, granule: Bytes) -> Result<(), Fail
     }
     let page_count = frames.keys().max().map_or(0, |last| last + 1);
     let distinct: std::collections::HashSet<u32> = frames.values().copied().collect();
-    planner::check_places(&problem, &starts, |page| frames.get(&page).copied())
-        .map_err(|fault| Failure::Other(format!("{}: {fault}", plan_file.display())))?;
+    planner::check_places(&problem, &starts, |page| frames.get(&page).copied()).map_err(
+        |fault| Failure::Other(format!("{}: {}", plan_file.display(), named(fault, &rows))),
+    )?;
     writeln!(
         target,
         "{}: sound plan; {summary}; held {}, addresses {}",
@@ -434,10 +511,12 @@ fn cuda() -> Result<Arc<dyn Device>, Failure> {
 fn replay(
     file: &Path,
     device: Place,
-    steps: u64,
     granule: Bytes,
+    options: Options,
+    steps: u64,
     report: Option<&Path>,
 ) -> Result<(), Failure> {
+    check_granule(granule, Host::smallest_granule())?;
     let trace = Input::open(file)?.trace()?;
     let device: Arc<dyn Device> = match device {
         Place::Host => {
@@ -446,26 +525,25 @@ fn replay(
         }
         Place::Cuda => cuda()?,
     };
-    let failed = |error: memory_compiler::Error| Failure::Other(error.to_string());
-    let mut compiler = Compiler::new(device, Options::default()).map_err(failed)?;
+    let mut compiler = Compiler::new(device, options)?;
     let mut survivors = Vec::new();
     for nth in 0..steps {
         progress(format_args!("step {} of {steps}", nth + 1));
         let mut kept = Vec::new();
-        let step = compiler.begin("step").map_err(failed)?;
+        let step = compiler.begin("step")?;
         // What outlived the last step goes when this one has begun, as a step's output does.
         for address in std::mem::take(&mut survivors) {
-            step.free(address).map_err(failed)?;
+            step.free(address)?;
         }
-        run(&step, &trace, &mut kept).map_err(failed)?;
-        step.finish().map_err(failed)?;
+        run(&step, &trace, &mut kept)?;
+        step.finish()?;
         survivors = kept;
     }
-    writeln!(io::stdout().lock(), "{}", compiler.stats())?;
     if let Some(path) = report {
         std::fs::write(path, compiler.report().html())
             .map_err(|error| Failure::Other(format!("{}: {error}", path.display())))?;
     }
+    writeln!(io::stdout().lock(), "{}", compiler.stats())?;
     Ok(())
 }
 
