@@ -117,7 +117,7 @@ pub fn read_csv(source: impl BufRead) -> Result<Vec<Row>, TraceError> {
         let id = field(0).unwrap_or_default().to_owned();
         let (lower, upper, size) = (number(1)?, number(2)?, Bytes(number(3)?));
         if size > SIZE_LIMIT {
-            return Err(wrong(line, format!("{size} is more than {SIZE_LIMIT}")));
+            return Err(wrong(line, format!("{size:#} is more than {SIZE_LIMIT:#}")));
         }
         if lower >= upper {
             return Err(wrong(
@@ -319,7 +319,7 @@ mod tests {
             (
                 "id,lower,upper,size\n0,1,2,9999999999999\n",
                 2,
-                "9313.23 GiB is more than 2047.00 GiB",
+                "9999999999999 B is more than 2047.00 GiB",
             ),
             (
                 "id,lower,upper,size\n0,2,2,8\n",

@@ -114,7 +114,10 @@ impl Trace {
                         .ok_or_else(|| wrong("expected `a <id> <bytes>`".into()))?;
                     let (buffer, size) = (number("id", buffer)?, number("bytes", size.trim())?);
                     if size > SIZE_LIMIT.0 {
-                        return Err(wrong(format!("{} is more than {SIZE_LIMIT}", Bytes(size))));
+                        return Err(wrong(format!(
+                            "{:#} is more than {SIZE_LIMIT:#}",
+                            Bytes(size)
+                        )));
                     }
                     if !live.insert(buffer) {
                         return Err(wrong(format!(
@@ -265,7 +268,7 @@ mod tests {
             (
                 "a 0 9999999999999\n",
                 1,
-                "9313.23 GiB is more than 2047.00 GiB",
+                "9999999999999 B is more than 2047.00 GiB",
             ),
         ] {
             match Trace::read(text.as_bytes()) {

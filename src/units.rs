@@ -87,30 +87,32 @@ impl Bytes {
     }
 }
 
-/// Binary units, each 1024 times the one before.
-const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+/// Bytes and binary units, each 1024 times the one before.
+const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 impl fmt::Display for Bytes {
     /// In the largest binary unit that leaves at least one whole unit when rounded: `512 B`, `1.50 KiB`,
-    /// `24.00 MiB`. `{:#}` rounds nothing and stays with bytes where two decimals do not say it all, for
-    /// sizes that are compared: `4095 B`, `4.00 KiB`.
+    /// `24.00 MiB`. `{:#}` rounds nothing, for sizes that are compared: it takes the largest unit in
+    /// which two decimals say it all, `4095 B` or `4.00 KiB`.
     #[expect(
         clippy::cast_precision_loss,
         reason = "shown to people, never computed with"
     )]
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut value = self.0 as f64 / 1024.0;
-        let mut nth = 0;
-        // From here on two decimals read 1024.00.
-        while value >= 1023.995 && nth + 1 < UNITS.len() {
-            value /= 1024.0;
-            nth += 1;
-        }
-        let is_exact = || (u128::from(self.0) * 100).is_multiple_of(1024 << (10 * nth));
-        if self.0 < 1024 || (f.alternate() && !is_exact()) {
-            return f.pad(&format!("{} B", self.0));
-        }
-        f.pad(&format!("{value:.2} {}", UNITS[nth]))
+        let size_of = |nth: usize| 1_u64 << (10 * nth);
+        let is_fit = |&nth: &usize| match f.alternate() {
+            true => {
+                let hundredths = u128::from(self.0) * 100;
+                self.0 >= size_of(nth) && hundredths.is_multiple_of(u128::from(size_of(nth)))
+            }
+            // A little less reads 1024.00 of the unit before.
+            false => self.0 as f64 / size_of(nth - 1) as f64 >= 1023.995,
+        };
+        let text = match (1..UNITS.len()).rev().find(is_fit) {
+            Some(nth) => format!("{:.2} {}", self.0 as f64 / size_of(nth) as f64, UNITS[nth]),
+            None => format!("{} {}", self.0, UNITS[0]),
+        };
+        f.pad(&text)
     }
 }
 
@@ -186,6 +188,8 @@ mod tests {
             (4096, "4.00 KiB"),
             (1536, "1.50 KiB"),
             (1537, "1537 B"),
+            ((1 << 20) + 512, "1024.50 KiB"),
+            (2047 << 30, "2047.00 GiB"),
             ((1 << 40) - 1, "1099511627775 B"),
             (1 << 40, "1.00 TiB"),
             (u64::MAX, "18446744073709551615 B"),

@@ -25,7 +25,7 @@ pub enum ProblemError {
         page: Bytes,
     },
     /// An item is larger than 2 TiB.
-    #[error("item {item}: {size} is more than 2 TiB")]
+    #[error("item {item}: {size:#} is more than 2 TiB")]
     Size {
         /// Its number.
         item: usize,
