@@ -37,6 +37,7 @@ fn bad_arguments_are_refused_in_one_line() {
     let whole = "invalid value '-3' for '--steps <STEPS>': expected a whole number";
     assert_refused(&["--steps", "-3"], whole);
     assert_refused(&["--samples", "-1"], "expected a whole number");
+    assert_refused(&["--seed", "-1"], "expected a whole number");
     assert_refused(&["--class", "-1"], "0 to 9 or all");
     assert_refused(&["--cfg", "-1"], "guidance scale");
     assert_refused(&["--samples", "0"], "samples must be at least 1");

@@ -22,6 +22,7 @@ use std::{
     io::{self, IsTerminal, Write},
     path::{Path, PathBuf},
     process::ExitCode,
+    str::FromStr,
     time::{Duration, Instant},
 };
 
@@ -49,7 +50,7 @@ struct Arguments {
     #[arg(long, value_enum, default_value = "dpmpp-2m")]
     sampler: Method,
     /// Steps of the sampler.
-    #[arg(long, default_value_t = 12, value_parser = parse_count, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 12, value_parser = parse_count::<usize>, allow_negative_numbers = true)]
     steps: usize,
     /// Guidance: how far to go past the prediction without a digit; 1 draws without guidance.
     #[arg(
@@ -74,10 +75,10 @@ struct Arguments {
     #[arg(long, value_name = "0-9|all", default_value = "all", value_parser = parse_class, allow_negative_numbers = true)]
     class: Class,
     /// Images of each digit.
-    #[arg(long, default_value_t = 2, value_parser = parse_count, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 2, value_parser = parse_count::<usize>, allow_negative_numbers = true)]
     samples: usize,
     /// Where the noise comes from.
-    #[arg(long, default_value_t = 0, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 0, value_parser = parse_count::<u64>, allow_negative_numbers = true)]
     seed: u64,
     /// Other weights than the ones that are part of the program.
     #[arg(long, value_name = "FILE")]
@@ -539,10 +540,11 @@ fn one_line(message: &str) -> String {
         .map(|paragraph| paragraph.split_whitespace().collect::<Vec<_>>().join(" "))
         .filter(|paragraph| !paragraph.is_empty())
         .collect();
-    said.join("; ").trim_end_matches('.').to_owned()
+    let line = said.join("; ").replace("; For more", "; for more");
+    line.trim_end_matches('.').to_owned()
 }
 
-fn parse_count(text: &str) -> std::result::Result<usize, String> {
+fn parse_count<N: FromStr>(text: &str) -> std::result::Result<N, String> {
     text.parse()
         .map_err(|_| "expected a whole number, such as 12".into())
 }
