@@ -11,11 +11,13 @@
 //! fn main() -> Result<(), memory_compiler_burn::Error> {
 //!     let device = Device::flex();
 //!     let mut memory = memory_compiler_burn::compiler(&device)?;
+//!     let weight = Tensor::<2>::ones([256, 256], &device) * 0.01;
 //!     let mut x = Tensor::<2>::ones([64, 256], &device);
 //!     for _ in 0..5 {
-//!         x = memory.step(|| x.exp() * 0.5)?;
+//!         x = memory.step(|| x.matmul(weight.clone()).exp())?;
 //!     }
 //!     let stats = memory.stats();
+//!     assert!(stats.replayed_step > 0);
 //!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
 //!     println!("{stats}");
 //!     Ok(())

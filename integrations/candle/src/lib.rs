@@ -16,6 +16,7 @@
 //!         x = memory.step(|| x.relu()? * 0.5)?;
 //!     }
 //!     let stats = memory.stats();
+//!     assert!(stats.replayed_step > 0);
 //!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
 //!     println!("{stats}");
 //!     Ok(())
