@@ -359,6 +359,29 @@ fn a_copy_that_failed_ahead_is_made_again_whoever_was_told_of_it() {
 }
 
 #[test]
+fn a_dropped_model_leaves_no_fence_with_its_device() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(20))).unwrap();
+    for round in 1..=3 {
+        let mut model = Model::new(&device, &pager, &[10 * PAGE; 6], 15);
+        let mut reads = Vec::new();
+        for step in 0..8 {
+            model.step(&device, &mut reads);
+            device.upstream().run_all(step);
+            check(&device, &mut reads);
+        }
+        let open = device.calls(Call::Fence) - device.calls(Call::Wait);
+        assert!(open > 0, "copies were asked for ahead");
+        drop(model);
+        assert_eq!(
+            device.calls(Call::Fence),
+            device.calls(Call::Wait),
+            "model {round}"
+        );
+    }
+}
+
+#[test]
 fn a_group_that_does_not_fit_is_told_what_it_needs() {
     let device = device();
     let pager = Pager::with_limit(device.clone(), None, Some(pages(8))).unwrap();
