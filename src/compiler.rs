@@ -18,6 +18,7 @@ use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::options::{LARGEST_GRANULE, Options, SMALLEST_THRESHOLD};
 use crate::pager::Pager;
+use crate::report::Report;
 use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{Address, Bytes};
 use crate::validate::{self, Fault};
@@ -239,6 +240,13 @@ impl Compiler {
         let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
         shared.pin();
         Ok(PinnedLayout { shared })
+    }
+
+    /// Where the memory goes, buffer by buffer, between steps; [`Report::html`] is a page to look at. Empty while a
+    /// step is leaked on another thread.
+    pub fn report(&mut self) -> Report {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().map(Engine::buffers).unwrap_or_default()
     }
 
     /// What a checker needs to know at this moment.

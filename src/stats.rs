@@ -17,8 +17,7 @@ pub struct Stats {
     pub peak: Bytes,
     /// Physical bytes that the compiler owns now.
     pub held: Bytes,
-    /// The least that could be held: the most bytes of the step's own buffers live at once plus the
-    /// most bytes of survivors live at once, rounded up to a granule.
+    /// The least that had to be held at the peak: [`peak`](Self::peak), rounded up to a granule.
     pub floor: Bytes,
     /// Addresses in use, mapped or once mapped.
     pub virtual_bytes: Bytes,

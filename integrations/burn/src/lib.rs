@@ -45,6 +45,7 @@ mod detour;
 compile_error!("the feature `cuda` patches machine code, which is written for x86-64 only");
 
 use burn::tensor::{Device, Tensor};
+use memory_compiler::report::Report;
 use memory_compiler::{Bytes, Compiled, Compiler, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -308,6 +309,11 @@ impl Memory {
     /// All numbers; [`Compiler::stats`].
     pub fn stats(&mut self) -> Stats {
         self.compiler.stats()
+    }
+
+    /// Where the memory goes; [`Compiler::report`]. `memory.report().html()` is a page to look at.
+    pub fn report(&mut self) -> Report {
+        self.compiler.report()
     }
 
     /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer

@@ -39,6 +39,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::pager::Pager;
+use memory_compiler::report::Report;
 use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -244,6 +245,11 @@ impl Memory {
     /// All numbers; [`Compiler::stats`].
     pub fn stats(&mut self) -> Stats {
         self.compiler.stats()
+    }
+
+    /// Where the memory goes; [`Compiler::report`]. `memory.report().html()` is a page to look at.
+    pub fn report(&mut self) -> Report {
+        self.compiler.report()
     }
 
     /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer
