@@ -204,7 +204,8 @@ impl Compiler {
     /// maps new memory under them, which costs device calls once.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses; what was given back until then stays given back.
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::StepActive`] when a step of this compiler was leaked on
+    /// another thread; [`Error::Device`] when the device refuses: what was given back until then stays given back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine().ok_or(Error::StepActive)?.trim()
@@ -218,8 +219,8 @@ impl Compiler {
     /// before. Edges that only aborted steps took are dropped: they are recorded again when they come.
     ///
     /// # Errors
-    /// [`Error::Pinned`] while the layout is pinned; [`Error::Device`] when the device refuses. Then the
-    /// layout is as before.
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::StepActive`] when a step of this compiler was leaked on
+    /// another thread; [`Error::Device`] when the device refuses. Then the layout is as before.
     pub fn compile(&mut self) -> Result<Compiled, Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine()

@@ -187,7 +187,7 @@ impl fmt::Display for Stats {
         write!(
             f,
             "last step: {} breaks, {} driver calls; in all: {} breaks, {} driver calls, {} states, {} edges, \
-             {} survivors of {}",
+             {} buffers of {} outlive their step now",
             self.breaks_step,
             self.device_calls_step,
             self.breaks_total,
@@ -219,7 +219,7 @@ impl fmt::Display for Stats {
         };
         for (nth, scope) in surviving().take(SHOWN_SCOPES).enumerate() {
             let before = if nth == 0 {
-                "\nsurvivors come from "
+                "\npositions whose buffers do: "
             } else {
                 ", "
             };

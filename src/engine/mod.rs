@@ -509,6 +509,7 @@ impl Engine {
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
             Refusal::OverBudget { budget, free } => Error::OverBudget {
+                scope: self.scopes.path(),
                 asked,
                 held,
                 live,
@@ -516,6 +517,7 @@ impl Engine {
                 budget,
             },
             Refusal::OutOfMemory { free } => Error::OutOfMemory {
+                scope: self.scopes.path(),
                 asked,
                 held,
                 live,

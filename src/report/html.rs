@@ -34,8 +34,9 @@ const ROWS: usize = 8;
 const NARROWEST: f64 = 0.4;
 const LETTER: f64 = 7.0;
 
-/// Pieces of buffers that are drawn in a map, the largest ones.
+/// Pieces of buffers that are drawn in a map, the largest ones, and the lowest of them.
 const PIECES: usize = 5000;
+const LOWEST: f64 = 0.1;
 /// Lines of a table before the rest is one line.
 const LINES: usize = 12;
 
@@ -266,9 +267,11 @@ fn map(report: &Report, branch: &Branch) -> Markup {
     let Some(top) = top else {
         return html! {};
     };
+    let count = pieces.len();
     pieces.sort_by_key(|(_, piece)| Reverse(piece.end.0 - piece.start.0));
-    let left_out = pieces.len().saturating_sub(PIECES);
     pieces.truncate(PIECES);
+    pieces.retain(|(_, piece)| (piece.end.0 - piece.start.0) as f64 * MAP >= LOWEST * top as f64);
+    let left_out = count - pieces.len();
     let apart = branch.buffers.iter().filter(|buffer| buffer.outlives);
     let apart = (apart.clone().count(), apart.map(|buffer| buffer.size.0));
     let apart = (apart.0, Bytes(apart.1.sum()));
@@ -373,9 +376,10 @@ fn all_scopes(stats: &Stats) -> Markup {
     }
 }
 
-/// The same scope has the same colour in all pictures.
+/// The same scope has the same colour in all pictures, whatever the step's name.
 fn colour(path: &str) -> String {
-    let hash = path.bytes().fold(0x811c_9dc5_u32, |hash, byte| {
+    let inner = path.split_once('/').map_or(path, |(_, inner)| inner);
+    let hash = inner.bytes().fold(0x811c_9dc5_u32, |hash, byte| {
         (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
     });
     format!("hsl({},{}%,60%)", hash % 360, 45 + hash / 360 % 30)

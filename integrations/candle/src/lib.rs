@@ -16,6 +16,7 @@
 //!         x = memory.step(|| x.relu()? * 0.5)?;
 //!     }
 //!     let stats = memory.stats();
+//!     assert!(stats.replayed_step > 0);
 //!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
 //!     println!("{stats}");
 //!     Ok(())
@@ -56,6 +57,9 @@ pub struct Options {
     pub threshold: Bytes,
     /// Addresses to reserve.
     pub address_space: Bytes,
+    /// Most edges of the step graph, beyond which the branches that ran longest ago are forgotten; as in
+    /// [`memory_compiler::Options`].
+    pub edge_limit: u32,
     /// Plan all places again once this many steps in a row have recorded nothing ([`Memory::compile`]);
     /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
     /// what its peak needs.
@@ -73,6 +77,7 @@ impl Default for Options {
             granule: Bytes::kib(64),
             threshold: core.threshold,
             address_space: core.address_space,
+            edge_limit: core.edge_limit,
             compile_after: Some(2),
         }
     }
@@ -151,6 +156,7 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
         budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        edge_limit: options.edge_limit,
         compile_after: options.compile_after,
         ..memory_compiler::Options::default()
     }
@@ -256,7 +262,7 @@ impl Memory {
     /// bytes; [`Compiler::compile`].
     ///
     /// # Errors
-    /// The device's refusal, wrapped; the recorded layout then stays.
+    /// As [`Compiler::compile`], wrapped; the recorded layout then stays.
     pub fn compile(&mut self) -> Result<Compiled> {
         self.compiler.compile().map_err(wrap)
     }
@@ -275,7 +281,7 @@ impl Memory {
     /// Gives idle memory back to the device; [`Compiler::trim`].
     ///
     /// # Errors
-    /// The device's refusal, wrapped.
+    /// As [`Compiler::trim`], wrapped.
     pub fn trim(&mut self) -> Result<Bytes> {
         self.compiler.trim().map_err(wrap)
     }

@@ -174,6 +174,7 @@ impl Memory {
             granule,
             threshold,
             address_space,
+            edge_limit,
             compile_after,
         } = self.options(&Device::Cpu);
         memory_compiler_burn::Options {
@@ -182,6 +183,7 @@ impl Memory {
             granule,
             threshold,
             address_space,
+            edge_limit,
             compile_after,
             ..memory_compiler_burn::Options::default()
         }
