@@ -21,6 +21,7 @@ mod files;
 mod gpu;
 #[cfg(any(feature = "cuda", test))]
 mod names;
+mod paths;
 
 use std::path::Path;
 use std::sync::Arc;
