@@ -156,7 +156,13 @@ fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
         let error = open(&pager, &[&file], DType::F32).unwrap_err().to_string();
         let (file, reason) = error.split_once(": ").expect("a file and a reason");
         assert!(file.contains(name) && !reason.is_empty(), "{error}");
+        assert_eq!(error.matches("safetensors: ").count(), 1, "{error}");
     }
+    let absent = folder.file("absent.safetensors");
+    let error = open(&pager, &[&absent], DType::F32).unwrap_err();
+    let error = error.to_string();
+    let told = error.lines().next().unwrap_or_default();
+    assert_eq!(told.matches("absent.safetensors").count(), 1, "{error}");
     let paged = open(&pager, &[&path], DType::F32).unwrap();
     let vb = paged.var_builder();
     let missing = vb.get((SIDE, SIDE), "b.weight").unwrap_err().to_string();
