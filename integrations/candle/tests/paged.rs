@@ -376,8 +376,9 @@ fn threads_that_load_a_weight_at_once_get_the_same_one() {
         let load = || -> Result<Vec<Tensor>> {
             let load = |(at, name): (usize, &String)| {
                 start.fetch_add(1, Ordering::SeqCst);
+                // Without sleep, so that both go at the same moment.
                 while start.load(Ordering::SeqCst) < 2 * (at + 1) {
-                    std::thread::yield_now();
+                    std::hint::spin_loop();
                 }
                 vb.get((SIDE, SIDE), name)
             };
