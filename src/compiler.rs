@@ -18,6 +18,7 @@ use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
 use crate::options::{LARGEST_GRANULE, Options, SMALLEST_THRESHOLD};
 use crate::pager::Pager;
+use crate::report::Report;
 use crate::stats::{Compiled, Stats, StepReport};
 use crate::units::{Address, Bytes};
 use crate::validate::{self, Fault};
@@ -205,7 +206,8 @@ impl Compiler {
     /// maps new memory under them, which costs device calls once.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses; what was given back until then stays given back.
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::StepActive`] when a step of this compiler was leaked on
+    /// another thread; [`Error::Device`] when the device refuses: what was given back until then stays given back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine().ok_or(Error::StepActive)?.trim()
@@ -219,8 +221,8 @@ impl Compiler {
     /// before. Edges that only aborted steps took are dropped: they are recorded again when they come.
     ///
     /// # Errors
-    /// [`Error::Pinned`] while the layout is pinned; [`Error::Device`] when the device refuses. Then the
-    /// layout is as before.
+    /// [`Error::Pinned`] while the layout is pinned; [`Error::StepActive`] when a step of this compiler was leaked on
+    /// another thread; [`Error::Device`] when the device refuses. Then the layout is as before.
     pub fn compile(&mut self) -> Result<Compiled, Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine()
@@ -239,6 +241,13 @@ impl Compiler {
         let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
         shared.pin();
         Ok(PinnedLayout { shared })
+    }
+
+    /// Where the memory goes, buffer by buffer, between steps; [`Report::html`] is a page to look at. Empty while a
+    /// step is leaked on another thread.
+    pub fn report(&mut self) -> Report {
+        let _bookkeeping = Bookkeeping::begin();
+        self.engine().map(Engine::buffers).unwrap_or_default()
     }
 
     /// What a checker needs to know at this moment.

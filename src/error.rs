@@ -22,10 +22,13 @@ pub enum Error {
     },
     /// The step needs more bytes than the budget allows. Nothing was taken from the device.
     #[error(
-        "over the budget of {budget}: asked for {asked}, held {held}, live {live}, \
-         free {free} (raise the budget, or make the step smaller)"
+        "over the budget of {budget}{}: asked for {asked}, held {held}, live {live}, \
+         free {free} (raise the budget, or make the step smaller)",
+        within(scope)
     )]
     OverBudget {
+        /// Path of the innermost open scope; empty outside of steps.
+        scope: String,
         /// Size of the allocation that failed.
         asked: Bytes,
         /// Physical bytes that the compiler owns.
@@ -57,8 +60,13 @@ pub enum Error {
         reason: String,
     },
     /// The device has no memory left. What had been taken for this allocation was given back.
-    #[error("device out of memory: asked for {asked}, held {held}, live {live}, free {free}")]
+    #[error(
+        "device out of memory{}: asked for {asked}, held {held}, live {live}, free {free}",
+        within(scope)
+    )]
     OutOfMemory {
+        /// Path of the innermost open scope; empty outside of steps.
+        scope: String,
         /// Size of the allocation that failed.
         asked: Bytes,
         /// Physical bytes that the compiler owns.
@@ -134,6 +142,13 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+fn within(scope: &str) -> String {
+    match scope {
+        "" => String::new(),
+        scope => format!(" in {scope}"),
+    }
 }
 
 /// What the recorded steps allow at the place of a strict break.

@@ -5,6 +5,7 @@ pub mod hook;
 pub mod lifespans;
 pub mod pager;
 pub mod planner;
+pub mod report;
 pub mod trace;
 pub mod units;
 pub mod validate;

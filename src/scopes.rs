@@ -294,7 +294,13 @@ impl Scopes {
         std::iter::successors(Some(path), parent).count()
     }
 
-    fn path_text(&self, path: u32) -> String {
+    /// Path of a counter of a position.
+    pub fn path_of(&self, counter: u32) -> u32 {
+        self.path_of[counter as usize]
+    }
+
+    /// A path with all its names: `step/down.0/attention`.
+    pub fn path_text(&self, path: u32) -> String {
         let mut names = Vec::new();
         let mut next = Some(path);
         while let Some(path) = next {

@@ -17,8 +17,7 @@ pub struct Stats {
     pub peak: Bytes,
     /// Physical bytes that the compiler owns now.
     pub held: Bytes,
-    /// The least that could be held: the most bytes of the step's own buffers live at once plus the
-    /// most bytes of survivors live at once, rounded up to a granule.
+    /// The least that had to be held at the peak: [`peak`](Self::peak), rounded up to a granule.
     pub floor: Bytes,
     /// Addresses in use, mapped or once mapped.
     pub virtual_bytes: Bytes,
@@ -188,7 +187,7 @@ impl fmt::Display for Stats {
         write!(
             f,
             "last step: {} breaks, {} driver calls; in all: {} breaks, {} driver calls, {} states, {} edges, \
-             {} survivors of {}",
+             {} buffers of {} outlive their step now",
             self.breaks_step,
             self.device_calls_step,
             self.breaks_total,
@@ -220,7 +219,7 @@ impl fmt::Display for Stats {
         };
         for (nth, scope) in surviving().take(SHOWN_SCOPES).enumerate() {
             let before = if nth == 0 {
-                "\nsurvivors come from "
+                "\npositions whose buffers do: "
             } else {
                 ", "
             };

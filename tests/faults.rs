@@ -418,6 +418,7 @@ fn an_allocation_over_the_budget_is_refused_with_true_numbers() {
     let calls = run.book.counting.memory_calls();
     let refused = run.try_alloc(16 << 20);
     let expected = Error::OverBudget {
+        scope: "step".into(),
         asked: Bytes::mib(16),
         held: Bytes::mib(10),
         live: Bytes((8 << 20) + 512),
@@ -466,6 +467,7 @@ fn a_survivor_over_the_budget_is_refused_with_true_numbers() {
         live,
         free,
         budget,
+        ..
     }) = refused
     else {
         panic!("there are two of them already: {refused:?}");
@@ -495,6 +497,7 @@ fn a_device_that_is_full_is_reported_with_true_numbers() {
         held,
         live,
         free,
+        ..
     }) = refused
     else {
         panic!("20 MiB cannot hold 24: {refused:?}");

@@ -298,6 +298,7 @@ fn without_memory_the_system_serves_and_the_step_reports_it() {
                 held,
                 live,
                 free,
+                ..
             } if budget.is_none() => {
                 assert_eq!((asked, held, live, free), numbers);
             }

@@ -190,7 +190,7 @@ fn every_block_keeps_one_and_the_report_names_the_scope() {
     assert_eq!(sum, stats.survivor_positions);
     let shown = stats.to_string();
     assert!(
-        shown.contains("survivors come from step/body/block ("),
+        shown.contains("positions whose buffers do: step/body/block ("),
         "{shown}"
     );
     let bytes = 3 * (BLOCKS * 20 * KIB) as u64;

@@ -304,6 +304,7 @@ fn with_nothing_left_anywhere_the_error_has_true_numbers_and_the_next_step_works
         held,
         live,
         free,
+        ..
     }) = output
     else {
         panic!("12 pages were to be had: {output:?}");

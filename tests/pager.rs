@@ -303,6 +303,62 @@ fn writable_weights_are_saved_before_they_leave() {
 }
 
 #[test]
+fn pages_that_may_not_leave_cost_few_waits_for_the_device() {
+    const PAGES: u64 = 1000;
+    for refuses_unmap in [false, true] {
+        let (device, pager) = pager(PAGES + 4);
+        let may_leave = PageOut::new(move |_| refuses_unmap);
+        let range = pager.writable_range(pages(PAGES), may_leave).unwrap();
+        drop(pin(&range, 0, PAGES));
+        if refuses_unmap {
+            let (call, code) = (Call::Unmap, 1);
+            let error = DeviceError::Driver { call, code };
+            let device = device.upstream();
+            device.fail_call_at(call, 0, error, Repeat::Always);
+        }
+        let waits = || device.calls(Call::Synchronise);
+        let before = waits();
+        let mut compiler = compiler(&pager);
+        let refused = step(&mut compiler, 5);
+        assert!(matches!(refused, Err(Error::OverBudget { .. })));
+        let (steps, before) = (waits() - before, waits());
+        let other = pager.range(pages(5)).unwrap();
+        assert!(pin(&other, 0, 5).is_none());
+        let pins = waits() - before;
+        // 1 + 2 + 4 + … + 512 pages are all of them.
+        assert!(steps <= 10 && pins <= 10, "{steps} waits, then {pins}");
+        assert_eq!(resident(&range), PAGES);
+        device.upstream().disarm();
+    }
+}
+
+#[test]
+fn pages_leave_in_order_and_no_more_than_needed_where_others_may_not() {
+    for is_step in [false, true] {
+        let (_device, pager) = pager(100);
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let told = Arc::clone(&asked);
+        let may_leave = PageOut::new(move |leaving| {
+            let page = leaving.offset.0 / PAGE;
+            told.lock().unwrap().push(page);
+            page < 80 && page.is_multiple_of(4)
+        });
+        let range = pager.writable_range(pages(100), may_leave).unwrap();
+        drop(pin(&range, 0, 100));
+        let other = pager.range(pages(3)).unwrap();
+        if is_step {
+            step(&mut compiler(&pager), 3).unwrap();
+        } else {
+            assert!(pin(&other, 0, 3).is_some());
+        }
+        // 76, 72 and 68 left.
+        let expected: Vec<u64> = (68..100).rev().collect();
+        assert_eq!(*asked.lock().unwrap(), expected);
+        assert_eq!(resident(&range), 97);
+    }
+}
+
+#[test]
 fn what_goes_beyond_the_limit_of_weights_leaves_with_its_last_pin_and_the_rest_stays() {
     let device = counting_host(pages(1));
     let pager = Pager::with_limit(device.clone(), Some(pages(7)), Some(pages(4))).unwrap();

@@ -3,7 +3,10 @@
 
 mod reference;
 
-use memory_compiler::device::{Call, Device};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use memory_compiler::device::{Call, Device, DeviceError};
 use memory_compiler::pager::{Ahead, Group, OnThread, Pager, Part, Pin, Stamp};
 use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
 
@@ -297,6 +300,85 @@ fn a_thread_copies_the_next_group_while_this_one_is_in_use() {
     assert!(stats.copied_ahead.0 > stats.copied.0 / 2, "{stats:?}");
     drop((ahead, pager));
     assert!(device.is_empty());
+}
+
+#[test]
+fn a_copy_that_failed_ahead_is_made_again_whoever_was_told_of_it() {
+    // Another group is entered in its place, or the one before it has to come in again.
+    for told in [2, 0] {
+        let device = limited_host(Bytes(PAGE), Bytes(u64::MAX));
+        let pager = Pager::with_limit(device.clone(), None, Some(pages(24))).unwrap();
+        let range = pager.range(pages(24)).unwrap();
+        let base = range.base();
+        let image: Vec<u8> = (0..24 * PAGE).map(|n| (n / 7) as u8 | 1).collect();
+        let (target, source) = (device.clone(), image.clone());
+        let fails = Arc::new(AtomicBool::new(false));
+        let is_due = Arc::clone(&fails);
+        let fill = move |part: Part| {
+            if part.offset == pages(8) && is_due.swap(false, Ordering::SeqCst) {
+                let (call, code) = (Call::Write, 5);
+                return Err(DeviceError::Driver { call, code });
+            }
+            let from = part.offset.0 as usize;
+            target.write(part.address, &source[from..from + part.size.0 as usize])
+        };
+        let mut ahead = Ahead::new(range.clone(), Box::new(OnThread::new(fill).unwrap()));
+        let groups: Vec<Group> = (0..3)
+            .map(|group| ahead.group([(pages(8 * group), pages(8))]).unwrap())
+            .collect();
+        let mut run = |group: usize| {
+            ahead.enter(groups[group])?;
+            let (from, len) = (8 * group * PAGE as usize, 8 * PAGE as usize);
+            let mut seen = vec![0; len];
+            device
+                .read(Address(base.0 + from as u64), &mut seen)
+                .unwrap();
+            ahead.leave(groups[group]);
+            assert!(
+                seen == image[from..from + len],
+                "group {group} has other bytes than the weights"
+            );
+            Ok(())
+        };
+        for group in (0..3).cycle().take(9) {
+            run(group).unwrap();
+        }
+        range.evict().unwrap();
+        fails.store(true, Ordering::SeqCst);
+        run(0).unwrap();
+        range.evict().unwrap();
+        let refused: Result<(), Error> = run(told);
+        assert!(
+            matches!(refused, Err(Error::Device { .. })),
+            "the second group's copy failed: {refused:?}"
+        );
+        for group in [1, 2, 0] {
+            run(group).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_dropped_model_leaves_no_fence_with_its_device() {
+    let device = device();
+    let pager = Pager::with_limit(device.clone(), None, Some(pages(20))).unwrap();
+    for round in 1..=3 {
+        let mut model = Model::new(&device, &pager, &[10 * PAGE; 6], 15);
+        let mut reads = Vec::new();
+        for step in 0..8 {
+            model.step(&device, &mut reads);
+            device.upstream().run_all(step);
+            check(&device, &mut reads);
+        }
+        let open = device.calls(Call::Fence) - device.calls(Call::Wait);
+        assert!(open > 0, "copies were asked for ahead");
+        drop(model);
+        assert_eq!(
+            device.calls(Call::Fence),
+            device.calls(Call::Wait),
+            "model {round}"
+        );
+    }
 }
 
 #[test]

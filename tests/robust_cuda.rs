@@ -309,6 +309,7 @@ fn a_gpu_that_is_full_is_a_typed_error_with_true_numbers_and_the_next_step_works
         held,
         live,
         free: left,
+        ..
     }) = refused
     else {
         panic!("more than is free was served: {refused:?}");

@@ -3,6 +3,7 @@
 use candle_core::Device;
 use memory_compiler::Stats;
 use memory_compiler::pager::Pager;
+use memory_compiler::report::Report;
 use memory_compiler_candle::{Memory, Options, Paged};
 
 use crate::{Result, run::Stepper};
@@ -43,6 +44,11 @@ impl Compiled {
     /// Numbers of all calls so far.
     pub fn stats(&mut self) -> Stats {
         self.memory.stats()
+    }
+
+    /// Where the memory goes.
+    pub fn report(&mut self) -> Report {
+        self.memory.report()
     }
 }
 

@@ -399,6 +399,7 @@ unsafe impl Device for Cuda {
             self.gpu.synchronise()?;
             return self.gpu.write(at, bytes);
         }
+        from.note_copy();
         self.gpu.enqueue_write(stream, at, bytes)
     }
 

@@ -11,8 +11,7 @@ use crate::units::Bytes;
 /// Bytes of the host, of unspecified contents at first. A GPU copies from them beside its other work where they are
 /// page-locked, which [`Device::host_memory`](super::Device::host_memory) of a GPU asks for.
 ///
-/// Once copies were enqueued from it, it is behind an `Arc` and nothing can write to it; dropping it waits
-/// for the device that may still read it.
+/// Once copies were enqueued from it, writing to it again and dropping it wait for the device that may still read it.
 pub struct HostMemory(Backing);
 
 enum Backing {
@@ -64,12 +63,24 @@ impl HostMemory {
     }
 
     /// All of it, to be written.
+    ///
+    /// # Panics
+    /// When copies were enqueued from it and the device that they go to has failed.
     #[must_use]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.0 {
             Backing::Ordinary(bytes) => bytes,
             #[cfg(feature = "cuda")]
             Backing::Locked(locked) => locked.bytes_mut(),
+        }
+    }
+
+    /// A copy from it is about to be enqueued.
+    #[cfg(feature = "cuda")]
+    pub(super) fn note_copy(&self) {
+        match &self.0 {
+            Backing::Ordinary(_) => {}
+            Backing::Locked(locked) => locked.note_copy(),
         }
     }
 

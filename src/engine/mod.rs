@@ -11,6 +11,7 @@
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
 //!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
+//!   what a report shows of all this                                             (buffers.rs)
 //! ```
 //!
 //! An engine belongs to whoever holds its box: the compiler between steps, the thread during one
@@ -26,6 +27,7 @@
 //!
 //! May import: layers 0 to 4, `scopes`, `stats`.
 
+mod buffers;
 mod compile;
 mod forget;
 mod handover;
@@ -153,8 +155,6 @@ pub(crate) struct Engine {
     young_count: u64,
     young_len: u64,
     peak: u64,
-    own_peak: u64,
-    outside_peak: u64,
 
     survivors: HashSet<Position, MixBuild>,
     /// Grows when an entry of a tape may have become unsafe to follow.
@@ -233,8 +233,6 @@ impl Engine {
             young_count: 0,
             young_len: 0,
             peak: 0,
-            own_peak: 0,
-            outside_peak: 0,
             survivors: HashSet::default(),
             epoch: 1,
             seen_trims: 0,
@@ -480,8 +478,6 @@ impl Engine {
         let peak = self.recent_peak.max(live);
         self.scopes.fold_peak(peak);
         self.peak = self.peak.max(peak);
-        self.own_peak = self.own_peak.max(peak.saturating_sub(self.outside));
-        self.outside_peak = self.outside_peak.max(self.outside);
         self.recent_peak = self.live;
     }
 
@@ -513,6 +509,7 @@ impl Engine {
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
             Refusal::OverBudget { budget, free } => Error::OverBudget {
+                scope: self.scopes.path(),
                 asked,
                 held,
                 live,
@@ -520,6 +517,7 @@ impl Engine {
                 budget,
             },
             Refusal::OutOfMemory { free } => Error::OutOfMemory {
+                scope: self.scopes.path(),
                 asked,
                 held,
                 live,

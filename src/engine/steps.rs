@@ -437,11 +437,7 @@ impl Engine {
             live: bytes(self.live),
             peak: bytes(self.peak),
             held: self.arena.held(),
-            floor: Bytes(
-                bytes(self.own_peak + self.outside_peak)
-                    .0
-                    .next_multiple_of(granule.0),
-            ),
+            floor: Bytes(bytes(self.peak).0.next_multiple_of(granule.0)),
             virtual_bytes: Bytes(u64::from(self.arena.placer.page_count()) * granule.0),
             granule,
             states: self.graph.state_count(),

@@ -18,11 +18,13 @@
 //! May import: layers 0 and 3, `pages`, `budget`.
 
 mod beyond;
+mod evict;
 
 use std::collections::BTreeMap;
 use std::ops::Range as Pages32;
 use std::sync::Arc;
 
+use self::evict::{Staying, twice};
 use super::range::{Range, Slot};
 use super::{PageOut, PagerStats, Residency, Stamp};
 use crate::budget::Budget;
@@ -322,7 +324,7 @@ impl Books {
         if !leaving.is_empty() {
             // What the device refuses stays, unpinned, for the next one who is short.
             let watermark = range.watermark;
-            drop(self.evict(&leaving, &mut Vec::new()));
+            drop(self.evict(&leaving, u64::MAX, &mut Staying::default()));
             self.range(id).watermark = watermark;
         }
     }
@@ -338,8 +340,8 @@ impl Books {
     ) -> Result<bool, Refused> {
         let granule = self.range(id).pages.granule;
         let mut taken: Vec<PageId> = Vec::with_capacity(missing.len());
-        let mut refused: Vec<Spot> = Vec::new();
-        let mut rounds = 0;
+        let mut refused = Staying::default();
+        let (mut rounds, mut asked) = (0, 0);
         let spare = self.range(id).pages.spare_count();
         if self.budget.free().0 / granule.0 + spare < missing.len() as u64 {
             self.shed();
@@ -378,12 +380,13 @@ impl Books {
                     Err(error) => break Err(error),
                 }
             }
-            let victims = self.victims(Some((id, own)), short, &refused);
+            asked = twice(asked, short);
+            let victims = self.victims(Some((id, own)), asked, &refused);
             if (victims.len() as u64) < short {
                 break Ok(false);
             }
             // Each turn has fewer pages to choose from: it ends, whatever the device refuses.
-            match self.evict(&victims, &mut refused) {
+            match self.evict(&victims, short, &mut refused) {
                 Ok(_) => *took = true,
                 Err(error) => break Err(error),
             }
@@ -425,117 +428,6 @@ impl Books {
             range.arrived(run, &ids, beyond_from);
         }
         Ok(())
-    }
-
-    /// The first `limit` pages to go: for pages of a range, or for a step.
-    fn victims(&self, whose: Option<(u64, Own)>, limit: u64, refused: &[Spot]) -> Vec<Spot> {
-        if matches!(whose, Some((_, Own::Nothing))) {
-            return Vec::new();
-        }
-        let mut ranges: Vec<(&u64, &Range)> = self.ranges.iter().collect();
-        ranges.sort_by_key(|(_, range)| range.priority);
-        let mut victims = Vec::new();
-        for (&id, range) in ranges {
-            let own = whose.filter(|&(own, _)| own == id).map(|(_, own)| own);
-            let may_go = |page: u32| match own {
-                None => true,
-                Some(Own::From(first)) => page >= first,
-                Some(Own::Except(kept)) => kept.binary_search(&page).is_err(),
-                Some(Own::Nothing) => false,
-            };
-            let unpinned = (0..range.slots.len() as u32).rev().filter(|&page| {
-                let slot = &range.slots[page as usize];
-                slot.page.is_some()
-                    && slot.pins == 0
-                    && may_go(page)
-                    && !refused.contains(&(id, page))
-            });
-            if range.resident > 0 {
-                let left = limit as usize - victims.len();
-                victims.extend(unpinned.take(left).map(|page| (id, page)));
-            }
-            if victims.len() as u64 == limit || matches!(own, Some(Own::From(_))) {
-                break;
-            }
-        }
-        victims
-    }
-
-    /// Takes pages out of memory, with one synchronisation. Returns how many the device got back;
-    /// those that stay are added to `refused`.
-    fn evict(&mut self, victims: &[Spot], refused: &mut Vec<Spot>) -> Result<u64, Refused> {
-        let Some(&(first, _)) = victims.first() else {
-            return Ok(0);
-        };
-        self.range(first).pages.synchronise()?;
-        self.stats.evicting += 1;
-        let before = self.held();
-        for &(id, page) in victims {
-            let range = self.range(id);
-            if range.leave(page) {
-                range.watermark = range.watermark.min(page);
-                self.stats.evictions += 1;
-            } else {
-                refused.push((id, page));
-            }
-        }
-        self.shed();
-        // Only this lock's holder changes it.
-        Ok(before - self.held())
-    }
-
-    /// Tries again to give up what the device refused to take back.
-    fn shed(&mut self) {
-        self.ranges
-            .values_mut()
-            .for_each(|range| range.pages.shed());
-    }
-
-    /// Pages that the ranges own, resident or not.
-    fn held(&self) -> u64 {
-        let held = |range: &Range| range.pages.held().0 / range.pages.granule.0;
-        self.ranges.values().map(held).sum()
-    }
-
-    /// Evicts until `count` pages were given back, or none is left to evict; returns how many were.
-    pub fn relieve(&mut self, count: u64) -> u64 {
-        let before = self.held();
-        self.shed();
-        let mut given = before - self.held();
-        let mut refused = Vec::new();
-        while given < count {
-            let victims = self.victims(None, count - given, &refused);
-            if victims.is_empty() {
-                break;
-            }
-            match self.evict(&victims, &mut refused) {
-                Ok(more) => given += more,
-                Err(error) => {
-                    tracing::warn!(call = ?error.call, source = %error.source, "no weights evicted");
-                    break;
-                }
-            }
-        }
-        given
-    }
-
-    /// Evicts what is unpinned of one range; it may come back at once.
-    pub fn empty(&mut self, id: u64) -> Result<u64, Refused> {
-        let count = self.range(id).slots.len() as u32;
-        let slots = &self.range(id).slots;
-        let victims: Vec<Spot> = (0..count)
-            .rev()
-            .filter(|&page| {
-                let slot = &slots[page as usize];
-                slot.page.is_some() && slot.pins == 0
-            })
-            .map(|page| (id, page))
-            .collect();
-        let watermark = self.range(id).watermark;
-        let given = self.evict(&victims, &mut Vec::new());
-        self.range(id).watermark = watermark;
-        self.budget.note_return();
-        given
     }
 
     /// What is in memory of some pages.

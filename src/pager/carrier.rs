@@ -298,6 +298,13 @@ impl Drop for OnStream {
         // A device keeps the moments that were not asked for.
         self.add_waits(0);
         let _ = self.copying();
+        // It keeps the fences too that were not waited for.
+        let fences = self.marks.drain(..).chain(self.batches.drain(..));
+        for (_, fence) in fences {
+            if let Err(error) = self.device.wait(self.copies, fence) {
+                tracing::warn!(%error, "the device keeps a fence of weights");
+            }
+        }
     }
 }
 

@@ -39,6 +39,7 @@ macro_rules! hold_to_the_contract {
             free_memory_is_no_more_than_all_of_it,
             a_trimmed_pool_takes_nothing_that_is_alive,
             an_enqueued_copy_is_there_when_the_device_was_waited_for,
+            host_memory_is_written_again_when_copies_from_it_are_done,
         );
     };
     (@ $name:ident, $device:expr, $at_the_end:expr; $($rule:ident),+ $(,)?) => {
@@ -410,4 +411,25 @@ pub fn an_enqueued_copy_is_there_when_the_device_was_waited_for(device: &dyn Dev
     assert_invalid(Call::Write, copy(row.at(0), size, Bytes(1)));
     drop(image);
     row.give_back(2);
+}
+
+pub fn host_memory_is_written_again_when_copies_from_it_are_done(device: &dyn Device) {
+    const PAGES: u64 = 2;
+    let row = Row::new(device, PAGES + 1, PAGES);
+    let size = times(row.granule, PAGES);
+    let mut image = device.host_memory(size).unwrap();
+    image.bytes_mut().fill(7);
+    let mut image = Arc::new(image);
+    let stream = device.copy_stream().unwrap();
+    for _ in 0..64 {
+        device
+            .enqueue_copy(stream, row.at(0), &image, Bytes::ZERO, size)
+            .unwrap();
+    }
+    Arc::get_mut(&mut image).unwrap().bytes_mut().fill(9);
+    device.synchronise().unwrap();
+    let seen = read(device, row.at(0), size.0 as usize);
+    assert!(seen.iter().all(|byte| *byte == 7));
+    drop(image);
+    row.give_back(PAGES);
 }

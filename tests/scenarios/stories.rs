@@ -520,11 +520,17 @@ fn case_36_a_full_device_is_a_typed_error_and_a_smaller_retry_works() {
     let a = run.here(256 * MIB);
     let failed = run.try_alloc(384 * MIB);
     let expected = Error::OutOfMemory {
+        scope: "step".into(),
         asked: Bytes::mib(384),
         held: Bytes::mib(256),
         live: Bytes::mib(256),
         free: Bytes::mib(256),
     };
+    assert!(
+        expected
+            .to_string()
+            .starts_with("device out of memory in step: asked for 384.00 MiB")
+    );
     assert_eq!(failed, Err(expected));
     assert_eq!(
         run.book.held(),

@@ -11,11 +11,13 @@
 //! fn main() -> Result<(), memory_compiler_burn::Error> {
 //!     let device = Device::flex();
 //!     let mut memory = memory_compiler_burn::compiler(&device)?;
+//!     let weight = Tensor::<2>::ones([256, 256], &device) * 0.01;
 //!     let mut x = Tensor::<2>::ones([64, 256], &device);
 //!     for _ in 0..5 {
-//!         x = memory.step(|| x.exp() * 0.5)?;
+//!         x = memory.step(|| x.matmul(weight.clone()).exp())?;
 //!     }
 //!     let stats = memory.stats();
+//!     assert!(stats.replayed_step > 0);
 //!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
 //!     println!("{stats}");
 //!     Ok(())
@@ -45,6 +47,7 @@ mod detour;
 compile_error!("the feature `cuda` patches machine code, which is written for x86-64 only");
 
 use burn::tensor::{Device, Tensor};
+use memory_compiler::report::Report;
 use memory_compiler::{Bytes, Compiled, Compiler, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -61,6 +64,9 @@ pub struct Options {
     pub threshold: Bytes,
     /// Addresses to reserve.
     pub address_space: Bytes,
+    /// Most edges of the step graph, beyond which the branches that ran longest ago are forgotten; as in
+    /// [`memory_compiler::Options`].
+    pub edge_limit: u32,
     /// Plan all places again once this many steps in a row have recorded nothing ([`Memory::compile`]);
     /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
     /// what its peak needs.
@@ -81,6 +87,7 @@ impl Default for Options {
             granule: Bytes::kib(64),
             threshold: core.threshold,
             address_space: core.address_space,
+            edge_limit: core.edge_limit,
             compile_after: Some(2),
             warm_ups: 3,
         }
@@ -94,6 +101,7 @@ impl Options {
             budget: self.budget,
             threshold: self.threshold,
             address_space: self.address_space,
+            edge_limit: self.edge_limit,
             compile_after: self.compile_after,
             ..memory_compiler::Options::default()
         }
@@ -310,11 +318,16 @@ impl Memory {
         self.compiler.stats()
     }
 
+    /// Where the memory goes; [`Compiler::report`]. `memory.report().html()` is a page to look at.
+    pub fn report(&mut self) -> Report {
+        self.compiler.report()
+    }
+
     /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer
     /// bytes; [`Compiler::compile`].
     ///
     /// # Errors
-    /// The device's refusal; the recorded layout then stays.
+    /// As [`Compiler::compile`]; the recorded layout then stays.
     pub fn compile(&mut self) -> Result<Compiled, Error> {
         Ok(self.compiler.compile()?)
     }
@@ -322,7 +335,7 @@ impl Memory {
     /// Gives idle memory back to the device; [`Compiler::trim`].
     ///
     /// # Errors
-    /// The device's refusal.
+    /// As [`Compiler::trim`].
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         Ok(self.compiler.trim()?)
     }

@@ -16,6 +16,7 @@
 //!         x = memory.step(|| x.relu()? * 0.5)?;
 //!     }
 //!     let stats = memory.stats();
+//!     assert!(stats.replayed_step > 0);
 //!     assert_eq!((stats.breaks_step, stats.device_calls_step), (0, 0));
 //!     println!("{stats}");
 //!     Ok(())
@@ -39,6 +40,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::pager::Pager;
+use memory_compiler::report::Report;
 use memory_compiler::{Bytes, Compiled, Compiler, Error, PinnedLayout, Snapshot, Stats, hook};
 
 /// How a [`Memory`] works. `..Options::default()` for the rest.
@@ -55,6 +57,9 @@ pub struct Options {
     pub threshold: Bytes,
     /// Addresses to reserve.
     pub address_space: Bytes,
+    /// Most edges of the step graph, beyond which the branches that ran longest ago are forgotten; as in
+    /// [`memory_compiler::Options`].
+    pub edge_limit: u32,
     /// Plan all places again once this many steps in a row have recorded nothing ([`Memory::compile`]);
     /// `None` for never. It happens between two steps, takes at most 0.2 s, and leaves a step holding
     /// what its peak needs.
@@ -72,6 +77,7 @@ impl Default for Options {
             granule: Bytes::kib(64),
             threshold: core.threshold,
             address_space: core.address_space,
+            edge_limit: core.edge_limit,
             compile_after: Some(2),
         }
     }
@@ -150,6 +156,7 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
         budget,
         threshold: options.threshold,
         address_space: options.address_space,
+        edge_limit: options.edge_limit,
         compile_after: options.compile_after,
         ..memory_compiler::Options::default()
     }
@@ -246,11 +253,16 @@ impl Memory {
         self.compiler.stats()
     }
 
+    /// Where the memory goes; [`Compiler::report`]. `memory.report().html()` is a page to look at.
+    pub fn report(&mut self) -> Report {
+        self.compiler.report()
+    }
+
     /// Plans all recorded steps again with their lifespans known, and installs the plan if it holds fewer
     /// bytes; [`Compiler::compile`].
     ///
     /// # Errors
-    /// The device's refusal, wrapped; the recorded layout then stays.
+    /// As [`Compiler::compile`], wrapped; the recorded layout then stays.
     pub fn compile(&mut self) -> Result<Compiled> {
         self.compiler.compile().map_err(wrap)
     }
@@ -269,7 +281,7 @@ impl Memory {
     /// Gives idle memory back to the device; [`Compiler::trim`].
     ///
     /// # Errors
-    /// The device's refusal, wrapped.
+    /// As [`Compiler::trim`], wrapped.
     pub fn trim(&mut self) -> Result<Bytes> {
         self.compiler.trim().map_err(wrap)
     }

@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Tensor};
 use clap::{Parser, error::ErrorKind};
 use indicatif::{ProgressBar, ProgressStyle};
-use memory_compiler::{Bytes, hook::host::ScopedAllocator};
+use memory_compiler::{Bytes, hook::host::ScopedAllocator, report::Report};
 use memory_compiler_candle::{Options, Paged, PagedStats, pager};
 use memory_compiler_models::{
     Denoiser, Error, ModelKind, Result,
@@ -73,11 +73,43 @@ struct Arguments {
     /// The sheet, a PNG: a column for each digit, a row for each sample.
     #[arg(long, value_name = "FILE", default_value = "sheet.png")]
     out: PathBuf,
+    /// The page of HTML that shows where the memory goes; beside the sheet.
+    #[arg(long, value_name = "FILE", conflicts_with = "no_compile")]
+    report: Option<PathBuf>,
     /// The CPU, or an NVIDIA GPU by its number.
     #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu", value_parser = parse_device)]
     device: Place,
     #[command(flatten)]
     memory: Memory,
+}
+
+impl Arguments {
+    /// Where the report goes, if there is one.
+    fn report(&self) -> Option<PathBuf> {
+        let beside = || self.out.with_extension("html");
+        (!self.memory.no_compile).then(|| self.report.clone().unwrap_or_else(beside))
+    }
+
+    /// Checks that all that is drawn can be written.
+    fn check_writable(&self) -> Result<()> {
+        sheet::check_writable(&self.out)?;
+        match self.report() {
+            Some(report) => sheet::check_writable(&report),
+            None => Ok(()),
+        }
+    }
+
+    fn write_report(&self, report: &Report) -> Result<()> {
+        let Some(path) = self.report() else {
+            return Ok(());
+        };
+        std::fs::write(&path, report.html()).map_err(|error| Error::Write {
+            path: path.clone(),
+            why: error.to_string(),
+        })?;
+        println!("where the memory goes: {}", path.display());
+        Ok(())
+    }
 }
 
 /// What the memory compiler is told.
@@ -244,7 +276,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
         None => (load_on(arguments.model, source, &device)?, None),
     };
     let loaded = paged.as_ref().map(Paged::stats);
-    sheet::check_writable(&arguments.out)?;
+    arguments.check_writable()?;
 
     let mut compiled = match (arguments.memory.no_compile, &pager) {
         (true, _) => None,
@@ -280,6 +312,7 @@ fn draw(arguments: &Arguments) -> Result<()> {
     write(&images, columns, &arguments.out, time)?;
     if let Some(compiled) = &mut compiled {
         println!("{}", compiled.stats());
+        arguments.write_report(&compiled.report())?;
     }
     if let (Some(loaded), Some(ran)) = (loaded, ran) {
         print_weights(&loaded, &ran, calls);
@@ -315,7 +348,7 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
     let device = device(arguments.device.number())?;
     let options = (!memory.no_compile).then(|| memory.burn_options());
     let mut session = Session::load(arguments.model, source, &device, options.as_ref())?;
-    sheet::check_writable(&arguments.out)?;
+    arguments.check_writable()?;
     let title = match memory.no_compile {
         true => "plain memory",
         false => "compiled memory",
@@ -340,8 +373,9 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
         false => None,
     };
     write(&images, job.classes.len(), &arguments.out, time)?;
-    if let Some(stats) = session.stats() {
-        println!("{stats}");
+    if let Some(report) = session.report() {
+        println!("{}", report.stats);
+        arguments.write_report(&report)?;
     }
     match plain {
         Some((plain, plain_time)) => compare(&images, time, &plain, plain_time),

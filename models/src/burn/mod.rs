@@ -23,6 +23,7 @@ use burn::store::{
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use candle_core::Tensor as Candle;
 use memory_compiler::Stats;
+use memory_compiler::report::Report;
 use memory_compiler_burn::{Memory, Options};
 
 use crate::run::Predictor;
@@ -149,6 +150,11 @@ impl Session {
     /// Numbers of all calls so far; none on plain memory.
     pub fn stats(&mut self) -> Option<Stats> {
         self.memory.as_mut().map(Memory::stats)
+    }
+
+    /// Where the memory goes; nothing on plain memory.
+    pub fn report(&mut self) -> Option<Report> {
+        self.memory.as_mut().map(Memory::report)
     }
 
     /// A tensor of Candle's, on the device.

@@ -82,6 +82,9 @@ enum Command {
         /// The smallest page of the host device.
         #[arg(long, default_value = "2MiB", value_parser = bytes)]
         granule: Bytes,
+        /// Write a page of HTML that shows where the memory goes.
+        #[arg(long, value_name = "FILE")]
+        report: Option<PathBuf>,
     },
 }
 
@@ -166,7 +169,8 @@ fn main() -> ExitCode {
             device,
             steps,
             granule,
-        } => replay(&file, device, steps, granule),
+            report,
+        } => replay(&file, device, steps, granule, report.as_deref()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -427,7 +431,13 @@ fn cuda() -> Result<Arc<dyn Device>, Failure> {
     Err(Failure::Other(why.into()))
 }
 
-fn replay(file: &Path, device: Place, steps: u64, granule: Bytes) -> Result<(), Failure> {
+fn replay(
+    file: &Path,
+    device: Place,
+    steps: u64,
+    granule: Bytes,
+    report: Option<&Path>,
+) -> Result<(), Failure> {
     let trace = Input::open(file)?.trace()?;
     let device: Arc<dyn Device> = match device {
         Place::Host => {
@@ -452,6 +462,10 @@ fn replay(file: &Path, device: Place, steps: u64, granule: Bytes) -> Result<(), 
         survivors = kept;
     }
     writeln!(io::stdout().lock(), "{}", compiler.stats())?;
+    if let Some(path) = report {
+        std::fs::write(path, compiler.report().html())
+            .map_err(|error| Failure::Other(format!("{}: {error}", path.display())))?;
+    }
     Ok(())
 }
 

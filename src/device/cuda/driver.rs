@@ -10,6 +10,7 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult};
@@ -37,6 +38,8 @@ pub(in crate::device) struct Locked {
     gpu: Gpu,
     at: ptr::NonNull<u8>,
     len: usize,
+    /// Whether the GPU may be reading it.
+    is_read: AtomicBool,
 }
 
 // SAFETY: the memory is this value's alone, and the driver's calls may be made on any thread.
@@ -51,9 +54,21 @@ impl Locked {
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.len) }
     }
 
+    /// Copies from it are enqueued from now on.
+    pub fn note_copy(&self) {
+        self.is_read.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits for copies that were enqueued from it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; `&mut self` keeps every other reader out, and copies are enqueued only from
-        // what is shared already.
+        if std::mem::take(self.is_read.get_mut()) {
+            let waited = self
+                .gpu
+                .enter(Call::Write)
+                .and_then(|_current| self.gpu.synchronise());
+            waited.expect("the device finishes copies from host memory that is written again");
+        }
+        // SAFETY: as above; `&mut self` keeps every other reader out, and the GPU reads it no more.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 }
@@ -449,6 +464,7 @@ impl Gpu {
             gpu: self,
             at,
             len: size.0 as usize,
+            is_read: AtomicBool::new(false),
         })
     }
 
@@ -460,8 +476,8 @@ impl Gpu {
         from: &[u8],
     ) -> Result<(), DeviceError> {
         let bytes: *const c_void = from.as_ptr().cast();
-        // SAFETY: the books know that the place is mapped and allowed; the source is a `HostMemory`, which
-        // is shared and so not written to, and whose drop waits for the device.
+        // SAFETY: the books know that the place is mapped and allowed; the source is a `HostMemory` that has
+        // noted the copy, and waits for the device before it is written to or dropped.
         check(Call::Write, unsafe {
             sys::cuMemcpyHtoDAsync_v2(at.0, bytes, from.len(), raw(stream))
         })

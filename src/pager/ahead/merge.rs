@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Ahead, Group, refused};
 use crate::device::Call;
 use crate::error::Error;
+use crate::pager::carrier::Carrier;
 
 /// After how many turns a group comes again at most, to be one with those between.
 const NEAR: usize = 8;
@@ -51,7 +52,8 @@ impl Ahead {
             }
             if !is_merged {
                 // The pages of what is expected are counted.
-                self.carrier.settle().map_err(refused(Call::Synchronise))?;
+                self.wait(Carrier::settle)
+                    .map_err(refused(Call::Synchronise))?;
                 self.let_go_all();
                 is_merged = true;
             }
@@ -83,7 +85,8 @@ impl Ahead {
         if !is_merged || !self.active.is_empty() {
             return Ok(false);
         }
-        self.carrier.settle().map_err(refused(Call::Synchronise))?;
+        self.wait(Carrier::settle)
+            .map_err(refused(Call::Synchronise))?;
         self.let_go_all();
         self.stop_clock();
         for books in &mut self.groups {

@@ -325,7 +325,8 @@ impl Ahead {
             return Ok(());
         }
         if self.next.iter().any(|next| !next.pinned.is_empty()) {
-            self.carrier.settle().map_err(refused(Call::Synchronise))?;
+            self.wait(Carrier::settle)
+                .map_err(refused(Call::Synchronise))?;
         }
         while self.next.front().is_some_and(|first| first.group != group) {
             self.let_go_first();
@@ -353,6 +354,21 @@ impl Ahead {
             let pinned = expected.pinned.into_iter();
             locked.books.unpin_all(self.range.0.id, pinned);
         }
+    }
+
+    /// Waits for copies, or has work wait for them. Of one that failed it is told once, and not which it was: all
+    /// that has not arrived is to be copied again.
+    fn wait(
+        &mut self,
+        wait: impl FnOnce(&mut (dyn Carrier + 'static)) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        let waited = wait(&mut *self.carrier);
+        if waited.is_err() {
+            let arrived = self.arrived;
+            let lost = self.pages.iter_mut().filter(|page| page.batch > arrived);
+            lost.for_each(|page| page.filled = 0);
+        }
+        waited
     }
 
     /// Pins and fills a group, and has work wait for its copies.
@@ -384,17 +400,13 @@ impl Ahead {
                 .map(|&(page, _)| &self.pages[page as usize]);
             let batch = batches.map(|page| page.batch).max().unwrap_or(0);
             if batch > self.arrived {
-                self.carrier.arrive(batch)?;
+                self.wait(|carrier| carrier.arrive(batch))?;
                 self.arrived = batch;
             }
             Ok(())
         });
         filled.map_err(|source| {
             self.is_unordered = true;
-            // Which of them has its bytes is not known.
-            for &(page, _) in &reached.stamps {
-                self.pages[page as usize].filled = 0;
-            }
             let mut locked = self.range.0.pager.lock();
             let pinned = reached.stamps.iter().map(|&(page, _)| page);
             locked.books.unpin_all(id, pinned);
@@ -552,7 +564,7 @@ impl Drop for Ahead {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
         // Nothing may be copied into pages that are given back.
-        if let Err(error) = self.carrier.settle() {
+        if let Err(error) = self.wait(Carrier::settle) {
             tracing::warn!(%error, "copies of weights were not waited for");
         }
         self.let_go_all();

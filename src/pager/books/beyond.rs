@@ -1,5 +1,8 @@
 //! Pages that have to be in at once: past the limit of weights, then for whatever is not pinned.
+//!
+//! May import: what `books` may.
 
+use super::evict::{Staying, twice};
 use super::{Books, Own, ROUNDS, Spot};
 use crate::device::DeviceError;
 use crate::pages::Refused;
@@ -16,8 +19,8 @@ impl Books {
         missing: &[u32],
     ) -> Result<bool, Refused> {
         let mut taken = Vec::with_capacity(missing.len());
-        let mut refused: Vec<Spot> = Vec::new();
-        let (mut took, mut rounds) = (false, 0);
+        let mut refused = Staying::default();
+        let (mut took, mut rounds, mut asked) = (false, 0, 0);
         let fits = loop {
             let wanted = (missing.len() - taken.len()) as u64;
             if wanted == 0 {
@@ -36,11 +39,12 @@ impl Books {
                 Ok(page) => taken.push(page),
                 Err(error) if !is_out(&error) => break Err(error),
                 Err(_) => {
-                    let victims = self.victims(Some((id, Own::Except(pages))), wanted, &refused);
+                    asked = twice(asked, wanted);
+                    let victims = self.victims(Some((id, Own::Except(pages))), asked, &refused);
                     if (victims.len() as u64) < wanted || rounds == ROUNDS {
                         break Ok(false);
                     }
-                    match self.evict_for(id, &victims, &mut refused) {
+                    match self.evict_for(id, &victims, wanted, &mut refused) {
                         Ok(given) => rounds += u32::from(given >= wanted),
                         Err(error) => break Err(error),
                     }
@@ -77,12 +81,13 @@ impl Books {
         &mut self,
         id: u64,
         victims: &[Spot],
-        refused: &mut Vec<Spot>,
+        count: u64,
+        refused: &mut Staying,
     ) -> Result<u64, Refused> {
         let priority = self.range(id).priority;
         let entitled = self.ranges.iter().filter(|(_, of)| of.priority >= priority);
         let marks: Vec<(u64, u32)> = entitled.map(|(&id, of)| (id, of.watermark)).collect();
-        let given = self.evict(victims, refused);
+        let given = self.evict(victims, count, refused);
         for (id, watermark) in marks {
             self.range(id).watermark = watermark;
         }
