@@ -380,6 +380,8 @@ impl Books {
                     Err(error) => break Err(error),
                 }
             }
+            // What others have beyond the limit has to leave room too.
+            short += self.over().0.div_ceil(granule.0);
             asked = twice(asked, short);
             let victims = self.victims(Some((id, own)), asked, &refused);
             if (victims.len() as u64) < short {

@@ -18,6 +18,7 @@ impl Books {
         pages: &[u32],
         missing: &[u32],
     ) -> Result<bool, Refused> {
+        self.shed();
         let mut taken = Vec::with_capacity(missing.len());
         let mut refused = Staying::default();
         let (mut took, mut rounds, mut asked) = (false, 0, 0);
