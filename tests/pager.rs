@@ -391,6 +391,59 @@ fn what_goes_beyond_the_limit_of_weights_leaves_with_its_last_pin_and_the_rest_s
 }
 
 #[test]
+fn what_has_to_be_in_at_once_takes_any_page_that_is_not_pinned() {
+    // Without a limit of weights, and with one.
+    for limit in [None, Some(pages(2))] {
+        let device = counting_host(pages(1));
+        let pager = Pager::with_limit(device.clone(), Some(pages(4)), limit).unwrap();
+        let range = pager.range(pages(8)).unwrap();
+        let later = pager.range(pages(2)).unwrap();
+        assert!(pin(&range, 0, 1).is_some());
+        assert!(pin(&later, 0, 1).is_some());
+        assert_eq!((resident(&range), resident(&later)), (1, 1));
+        // A plain pin takes no lower page, nor one of a range of higher priority.
+        assert!(pin(&range, 4, 4).is_none());
+        assert_eq!((resident(&range), resident(&later)), (1, 1));
+        let all = range.pin_beyond(pages(4), pages(4), Stamp::NEVER).unwrap();
+        assert_eq!(all.stale().len(), 1);
+        assert_eq!((resident(&range), resident(&later)), (4, 0));
+        // Nothing is left that is not pinned, and what is told is the sum.
+        let refused = range.pin_beyond(pages(2), pages(3), Stamp::NEVER);
+        let (needed, limit) = (pages(6), pages(4));
+        assert_eq!(refused.err(), Some(Error::WeightBudget { needed, limit }));
+        let refused = later.pin_beyond(pages(1), pages(1), Stamp::NEVER);
+        let (needed, limit) = (pages(5), pages(4));
+        assert_eq!(refused.err(), Some(Error::WeightBudget { needed, limit }));
+        assert_eq!((resident(&range), resident(&later)), (4, 0));
+        drop(all);
+        assert!(pager.stats().used <= pager.stats().weights_limit);
+        // Whoever lost pages that were its own by right has them again.
+        assert!(pin(&later, 0, 1).is_some());
+        assert!(pin(&range, 0, 1).is_some());
+        assert_eq!(resident(&later), 1);
+        drop((range, later));
+        assert!(device.is_empty());
+        assert!(device.books().held_peak <= pages(4));
+    }
+}
+
+#[test]
+fn of_what_went_beyond_the_limit_stays_what_fits_without_the_pages_that_left_for_it() {
+    let device = counting_host(pages(1));
+    let pager = Pager::with_limit(device.clone(), Some(pages(6)), Some(pages(4))).unwrap();
+    let range = pager.range(pages(9)).unwrap();
+    assert!(pin(&range, 0, 4).is_some());
+    let pinned = range.pin_beyond(pages(4), pages(5), Stamp::NEVER).unwrap();
+    // Two went beyond, and three took the place of others.
+    assert_eq!((resident(&range), pager.stats().used), (6, pages(6)));
+    drop(pinned);
+    assert_eq!((resident(&range), pager.stats().used), (4, pages(4)));
+    assert_eq!(pager.stats().beyond_peak, pages(2));
+    assert!(pin(&range, 0, 4).is_some(), "low addresses are first again");
+    assert!(device.books().held_peak <= pages(6));
+}
+
+#[test]
 fn bytes_outside_the_range_are_an_error() {
     let (_device, pager) = pager(2);
     assert!(matches!(
@@ -456,6 +509,45 @@ fn each_failed_call_of_a_pin_leaves_the_pager_as_good_as_new() {
                 assert!(
                     n > 9,
                     "three evictions and three arrivals are more than {n} calls"
+                );
+                break;
+            }
+        }
+    }
+}
+
+#[test]
+fn each_failed_call_of_a_pin_past_the_limit_leaves_the_pager_as_good_as_new() {
+    for repeat in [Repeat::Once, Repeat::Always] {
+        for n in 0.. {
+            let device = counting_host(pages(1));
+            let pager = Pager::with_limit(device.clone(), Some(pages(4)), Some(pages(3))).unwrap();
+            let range = pager.range(pages(8)).unwrap();
+            let kept = pin(&range, 0, 1).unwrap();
+            turn(&range, 3);
+            let code = DeviceError::Driver {
+                call: Call::Map,
+                code: 1,
+            };
+            device.upstream().fail_at(n, code, repeat);
+            let refused = range.pin_beyond(pages(4), pages(3), Stamp::NEVER);
+            let failures = device.upstream().failures();
+            assert!(failures > 0 || refused.is_ok());
+            drop(refused);
+            device.upstream().disarm();
+            assert!(range.pin_beyond(pages(4), pages(3), Stamp::NEVER).is_ok());
+            assert_eq!(
+                range.residency(Bytes::ZERO, pages(1)).unwrap().pinned,
+                pages(1)
+            );
+            assert!(pager.stats().used <= pages(3), "{:?}", pager.stats());
+            assert!(device.books().held_peak <= pages(4));
+            drop((kept, range));
+            assert!(device.is_empty(), "call {n}: {:?}", device.books());
+            if failures == 0 {
+                assert!(
+                    n > 9,
+                    "two evictions and three arrivals are more than {n} calls"
                 );
                 break;
             }

@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use memory_compiler::Bytes;
 use memory_compiler::pager::Pager;
 use memory_compiler_candle::Paged;
-use std::{borrow::Cow, collections::HashMap, path::Path};
+use std::{borrow::Cow, collections::HashMap, io::Read as _, path::Path};
 
 /// Where weights come from.
 #[derive(Clone, Copy, Debug)]
@@ -78,10 +78,18 @@ pub fn load_paged(
             let why = "weights are paged from a file or from the program".to_string();
             return Err(unfit(kind, source, why));
         }
-        // SAFETY: as above, and the caller leaves the file alone.
-        Source::File(path) => unsafe { Paged::open(pager, device, &[path], DType::F32) },
+        Source::File(path) => {
+            check_readable(path)?;
+            // SAFETY: as above, and the caller leaves the file alone.
+            unsafe { Paged::open(pager, device, &[path], DType::F32) }
+        }
     };
-    let paged = paged.map_err(|error| unfit(kind, source, first_line(&error)))?;
+    let paged = paged.map_err(|error| {
+        let why = first_line(&error);
+        // Which file it was is said already.
+        let same = why.strip_prefix(&format!("{source}: "));
+        unfit(kind, source, same.unwrap_or(&why).to_owned())
+    })?;
     let model = kind.build(paged.var_builder());
     let model = model.map_err(|error| unfit(kind, source, first_line(&error)))?;
     Ok((model, paged))
@@ -98,13 +106,22 @@ pub(crate) fn bytes<'a>(kind: ModelKind, source: Source<'a>) -> Result<Cow<'a, [
         Source::Embedded => Cow::Borrowed(embedded(kind)),
         Source::Bytes(bytes) => Cow::Borrowed(bytes),
         Source::File(path) => {
-            let read = std::fs::read(path).map_err(|error| Error::Read {
-                path: path.to_path_buf(),
-                why: error.to_string(),
-            })?;
-            Cow::Owned(read)
+            Cow::Owned(std::fs::read(path).map_err(|error| unreadable(path, &error))?)
         }
     })
+}
+
+/// Refuses what is no file that this program may read, as [`bytes`] does.
+fn check_readable(path: &Path) -> Result<()> {
+    let read = std::fs::File::open(path).and_then(|mut file| file.read(&mut [0]));
+    read.map_err(|error| unreadable(path, &error)).map(drop)
+}
+
+fn unreadable(path: &Path, error: &std::io::Error) -> Error {
+    Error::Read {
+        path: path.to_path_buf(),
+        why: error.to_string(),
+    }
 }
 
 /// The tensors in those bytes, all of them finite.

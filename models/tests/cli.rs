@@ -295,8 +295,20 @@ fn a_weight_budget_changes_no_pixel_and_prints_what_was_copied() {
     std::fs::write(&damaged, b"no weights").expect("a file is written");
     assert_refused(
         &["--weight-budget", "1MiB", "--weights", text(&damaged)],
-        "w.safetensors",
+        "w.safetensors do not fit the model unet: ",
     );
+    // What cannot be read is told as without the budget, and once.
+    for path in [&folder.path().join("absent.safetensors"), folder.path()] {
+        let weights = ["--weights", text(path)];
+        let plain = diffuse(&weights);
+        let paged = diffuse(&[&weights[..], &["--weight-budget", "1MiB"]].concat());
+        let told = String::from_utf8_lossy(&paged.stderr);
+        assert_eq!(told, String::from_utf8_lossy(&plain.stderr));
+        let start = format!("error: cannot read {}: ", path.display());
+        assert!(told.starts_with(&start), "{told}");
+        assert_eq!(told.matches(text(path)).count(), 1, "{told}");
+        assert_eq!(paged.status.code(), Some(2));
+    }
     assert_refused(&["--weight-budget", "1KiB"], "less than one page");
     assert_refused(
         &["--weight-budget", "64KiB", "--budget", "384KiB"],

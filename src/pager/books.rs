@@ -13,10 +13,11 @@
 //! - a slot that gets a page gets a stamp that no slot of this process ever had;
 //! - a range never takes pages from one of higher priority, nor from its own lower addresses: so a
 //!   model that is too large keeps its low part and never cycles. What must be in at once
-//!   ([`Books::enter`]) may take any page that is not pinned.
+//!   ([`Books::enter`], `beyond`) may take any page that is not pinned.
 //!
 //! May import: layers 0 and 3, `pages`, `budget`.
 
+mod beyond;
 mod evict;
 
 use std::collections::BTreeMap;
@@ -168,7 +169,12 @@ impl Books {
                 missing.iter().for_each(|&page| range.leave_ring(page));
             }
             let mut took = false;
-            let brought = if pages.end > range.watermark {
+            let is_refused = pages.end > range.watermark;
+            if self.over() > Bytes::ZERO {
+                // A page past the limit that the device did not take back may not stay as a spare one.
+                self.shed();
+            }
+            let brought = if is_refused {
                 Ok(false)
             } else {
                 self.bring(id, Own::From(pages.end), &missing, &mut took)
@@ -179,7 +185,7 @@ impl Books {
             }
             if !brought? {
                 self.stats.streamed += 1;
-                if !beyond || !self.bring_beyond(id, &missing)? {
+                if !beyond || !self.bring_beyond(id, &all, &missing)? {
                     return Ok(None);
                 }
             }
@@ -374,6 +380,8 @@ impl Books {
                     Err(error) => break Err(error),
                 }
             }
+            // What others have beyond the limit has to leave room too.
+            short += self.over().0.div_ceil(granule.0);
             asked = twice(asked, short);
             let victims = self.victims(Some((id, own)), asked, &refused);
             if (victims.len() as u64) < short {
@@ -390,40 +398,6 @@ impl Books {
             return fits;
         }
         self.settle(id, missing, taken, missing.len())?;
-        Ok(true)
-    }
-
-    /// Puts pages under `missing`, past the limit of weights where it is used up. Whether they fit.
-    fn bring_beyond(&mut self, id: u64, missing: &[u32]) -> Result<bool, Refused> {
-        let mut taken = Vec::with_capacity(missing.len());
-        let mut within = 0;
-        while taken.len() < missing.len() {
-            let pages = &mut self.range(id).pages;
-            let page = match pages.take_free() {
-                Ok(page) => {
-                    within = taken.len() + 1;
-                    Ok(page)
-                }
-                Err(Refused {
-                    source: DeviceError::OutOfMemory { .. },
-                    ..
-                }) => pages.take_beyond(),
-                refused => refused,
-            };
-            match page {
-                Ok(page) => taken.push(page),
-                Err(error) => {
-                    self.give_back(id, taken);
-                    return match error.source {
-                        DeviceError::OutOfMemory { .. } => Ok(false),
-                        _ => Err(error),
-                    };
-                }
-            }
-        }
-        self.settle(id, missing, taken, within)?;
-        let over = self.budget.used().saturating_sub(self.budget.limit());
-        self.stats.beyond_peak = self.stats.beyond_peak.max(over);
         Ok(true)
     }
 

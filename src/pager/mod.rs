@@ -393,13 +393,20 @@ impl WeightRange {
 
     /// The same for bytes that cannot be brought in another way: where they do not fit into what weights may
     /// have ([`Pager::with_limit`]) they take of the rest of the budget, as the step's buffers do, and leave
-    /// with their last pin. [`PagerStats::beyond_peak`] says how far.
+    /// with their last pin. [`PagerStats::beyond_peak`] says how far. Where that is used up too they take the
+    /// place of any page that is not pinned.
     ///
     /// # Errors
-    /// As [`pin`](Self::pin); [`Error::WeightBudget`] where the whole budget, or the device, has not so much.
+    /// As [`pin`](Self::pin); [`Error::WeightBudget`] where the whole budget, or the device, has not so much
+    /// beside what is pinned.
     pub fn pin_beyond(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pinned, Error> {
-        let pinned = self.pin_pages(offset, size, since, true)?;
-        pinned.ok_or_else(|| self.too_much(self.pages(offset, size).map_or(0, |pages| pages.len())))
+        if let Some(pinned) = self.pin_pages(offset, size, since, true)? {
+            return Ok(pinned);
+        }
+        let pages = self.pages(offset, size)?;
+        let mut books = self.0.pager.lock();
+        let (needed, limit) = books.books.together(self.0.id, pages);
+        Err(Error::WeightBudget { needed, limit })
     }
 
     /// What is said of pages that do not fit.

@@ -158,7 +158,6 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
         address_space: options.address_space,
         edge_limit: options.edge_limit,
         compile_after: options.compile_after,
-        ..memory_compiler::Options::default()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 use memory_compiler::hook::host::ScopedAllocator;
@@ -155,7 +156,13 @@ fn a_file_that_is_not_right_is_named_with_the_tensor_or_the_reason() {
         let error = open(&pager, &[&file], DType::F32).unwrap_err().to_string();
         let (file, reason) = error.split_once(": ").expect("a file and a reason");
         assert!(file.contains(name) && !reason.is_empty(), "{error}");
+        assert_eq!(error.matches("safetensors: ").count(), 1, "{error}");
     }
+    let absent = folder.file("absent.safetensors");
+    let error = open(&pager, &[&absent], DType::F32).unwrap_err();
+    let error = error.to_string();
+    let told = error.lines().next().unwrap_or_default();
+    assert_eq!(told.matches("absent.safetensors").count(), 1, "{error}");
     let paged = open(&pager, &[&path], DType::F32).unwrap();
     let vb = paged.var_builder();
     let missing = vb.get((SIDE, SIDE), "b.weight").unwrap_err().to_string();
@@ -267,6 +274,127 @@ fn a_step_returns_that_a_scope_s_weights_do_not_fit_and_the_next_one_runs() {
     assert!(sums[0] == sums[1] && sums[1] == sums[2]);
     let stats = paged.stats();
     assert!(stats.pager.used <= Bytes::kib(144), "{stats:?}");
+}
+
+#[test]
+fn a_weight_that_does_not_fit_is_refused_alike_each_time_and_leaves_room_for_the_others() {
+    let folder = Folder::new("refused");
+    let path = folder.file("model.safetensors");
+    let names = ["kept.a", "kept.b"];
+    let mut tensors = draw(&names, DType::F32);
+    let wide = Tensor::ones((3 * SIDE, SIDE), DType::F32, &CPU).unwrap();
+    tensors.insert("refused.wide".to_owned(), wide);
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let options = Options {
+        granule: Bytes::kib(16),
+        budget: Some(Bytes::kib(96)),
+        ..Options::default()
+    };
+    let pager = pager(&CPU, &options, None).unwrap();
+    let paged = open(&pager, &[&path], DType::F32).unwrap();
+    let vb = paged.var_builder();
+    for _ in 0..3 {
+        let told = vb.get((3 * SIDE, SIDE), "refused.wide").unwrap_err();
+        let told = told.to_string();
+        let needed = "weights that are used at once need 112.00 KiB, and 96.00 KiB is what";
+        assert!(told.contains(needed), "{told}");
+        assert_eq!(paged.stats().weights, Bytes::ZERO);
+    }
+    let weights = names.map(|name| vb.get((SIDE, SIDE), name).unwrap());
+    assert_eq!(paged.stats().weights, Bytes::kib(72));
+    // What was refused is no weight: its scope needs none.
+    paged
+        .run(|| {
+            let _scope = scope("refused");
+            Ok(())
+        })
+        .unwrap();
+    for (name, weight) in names.iter().zip(&weights) {
+        let _scope = scope(name);
+        assert!(bits(weight) == bits(&tensors[*name]));
+    }
+}
+
+#[test]
+fn scopes_that_take_turns_with_all_of_the_budget_run_in_whatever_order_they_were_loaded() {
+    let folder = Folder::new("turns");
+    let path = folder.file("model.safetensors");
+    // Five pages, and three of them at once: neither of the scopes leaves room for the other one.
+    let (small, large) = ((SIDE, 85), (SIDE, 120));
+    let draw = |shape| Tensor::randn(0f32, 1f32, shape, &CPU).unwrap();
+    let tensors = HashMap::from([
+        ("turn.small".to_owned(), draw(small)),
+        ("turn.large".to_owned(), draw(large)),
+    ]);
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let options = Options {
+        granule: Bytes::kib(16),
+        budget: Some(Bytes::kib(48)),
+        ..Options::default()
+    };
+    let parts = [("turn.small", small), ("turn.large", large)];
+    for order in [[0, 1], [1, 0]] {
+        let pager = pager(&CPU, &options, None).unwrap();
+        let paged = open(&pager, &[&path], DType::F32).unwrap();
+        let weights = order.map(|at| {
+            let (name, shape) = parts[at];
+            (name, paged.var_builder().get(shape, name).unwrap())
+        });
+        for _ in 0..3 {
+            for (name, weight) in &weights {
+                let read = paged.run(|| {
+                    let _scope = scope(name);
+                    Ok(bits(weight))
+                });
+                assert!(read.unwrap() == bits(&tensors[*name]), "{name}");
+            }
+        }
+        // Both at once are told as the sum.
+        let told = paged.run(|| {
+            let _scope = scope("turn");
+            Ok(())
+        });
+        let told = told.unwrap_err().to_string();
+        let needed = "scope turn: weights that are used at once need 80.00 KiB, and 48.00 KiB is";
+        assert!(told.contains(needed), "{told}");
+        assert!(pager.stats().used <= Bytes::kib(48));
+    }
+}
+
+#[test]
+fn threads_that_load_a_weight_at_once_get_the_same_one() {
+    let folder = Folder::new("race");
+    let path = folder.file("model.safetensors");
+    let names: Vec<String> = (0..24).map(|at| format!("race.{at}")).collect();
+    let refs: Vec<&str> = names.iter().map(String::as_str).collect();
+    candle_core::safetensors::save(&draw(&refs, DType::F32), &path).unwrap();
+    for _ in 0..20 {
+        let pager = within(Bytes::mib(4));
+        let paged = open(&pager, &[&path], DType::F32).unwrap();
+        let vb = paged.var_builder();
+        let start = AtomicUsize::new(0);
+        let load = || -> Result<Vec<Tensor>> {
+            let load = |(at, name): (usize, &String)| {
+                start.fetch_add(1, Ordering::SeqCst);
+                // Without sleep, so that both go at the same moment.
+                while start.load(Ordering::SeqCst) < 2 * (at + 1) {
+                    std::hint::spin_loop();
+                }
+                vb.get((SIDE, SIDE), name)
+            };
+            // All of them, so that neither thread waits for the other one for ever.
+            let loaded: Vec<Result<Tensor>> = names.iter().enumerate().map(load).collect();
+            loaded.into_iter().collect()
+        };
+        let (first, second) = std::thread::scope(|scope| {
+            let other = scope.spawn(load);
+            (load(), other.join().unwrap())
+        });
+        for (first, second) in first.unwrap().iter().zip(&second.unwrap()) {
+            assert_eq!(first.id(), second.id());
+        }
+        assert_eq!(paged.stats().weights, Bytes::kib(36 * 24));
+    }
 }
 
 #[test]

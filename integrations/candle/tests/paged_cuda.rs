@@ -225,6 +225,67 @@ fn threads_take_turns_with_the_same_weights() {
 }
 
 #[test]
+fn another_thread_may_have_the_weights_rest_while_the_work_on_them_runs() {
+    let Some(device) = gpu() else { return };
+    let path = file("rest");
+    let pager = pager(&device, &Options::default(), Some(Bytes::mib(40))).unwrap();
+    // SAFETY: the model uses its weights by Candle's work alone, on this thread, and nobody else knows the file.
+    let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
+    let model = Model::new(&paged.var_builder()).unwrap();
+    let x = input(&device, DType::F32);
+    let normal = |x: Tensor| x.broadcast_div(&x.sqr()?.mean_keepdim(1)?.sqrt()?);
+    // Much work on the first layer, then a little on all others, which take its place.
+    let wide = Tensor::randn(0f32, 1f32, (8192, WIDTH), &device).unwrap();
+    let long = || -> Result<Tensor> {
+        let first = |x: Tensor, _| normal(model.0[0].forward(&x)?);
+        (0..200).try_fold(wide.clone(), first)
+    };
+    let others = || -> Result<Tensor> {
+        let next = |x: Tensor, layer: &Linear| normal(layer.forward(&x)?);
+        model.0[1..].iter().try_fold(x.clone(), next)
+    };
+    let plain = (bits(&long().unwrap()), bits(&others().unwrap()));
+    for round in 0..6 {
+        let first = long().unwrap();
+        // What is enqueued is not waited for: the other thread's stream knows nothing of it.
+        std::thread::scope(|scope| {
+            scope.spawn(|| paged.rest()).join().unwrap();
+        });
+        let second = others().unwrap();
+        assert!(bits(&first) == plain.0, "round {round}");
+        assert!(bits(&second) == plain.1, "round {round}");
+        // The second time there is nothing to leave.
+        paged.rest();
+        paged.rest();
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
+fn threads_that_load_a_weight_at_once_get_the_same_one() {
+    let Some(device) = gpu() else { return };
+    let path = file("race");
+    let pager = pager(&device, &Options::default(), None).unwrap();
+    for _ in 0..4 {
+        // SAFETY: the weights are used by Candle's work alone, on this thread, and nobody else knows the file.
+        let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
+        let vb = paged.var_builder();
+        let load = || Model::new(&vb);
+        let (first, second) = std::thread::scope(|scope| {
+            let other = scope.spawn(load);
+            (load(), other.join().unwrap())
+        });
+        let (first, second) = (first.unwrap(), second.unwrap());
+        for (first, second) in first.0.iter().zip(&second.0) {
+            assert_eq!(first.weight().id(), second.weight().id());
+        }
+        let whole = (DEPTH * (WIDTH * WIDTH + WIDTH) * size_of::<f32>()) as u64;
+        assert_eq!(paged.stats().weights, Bytes(whole));
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn a_missing_a_misshapen_and_a_late_tensor_are_named() {
     let Some(device) = gpu() else { return };
     let path = file("names");

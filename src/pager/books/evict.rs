@@ -105,7 +105,7 @@ impl Books {
     }
 
     /// Pages that the ranges own, resident or not.
-    fn held(&self) -> u64 {
+    pub(super) fn held(&self) -> u64 {
         let held = |range: &Range| range.pages.held().0 / range.pages.granule.0;
         self.ranges.values().map(held).sum()
     }

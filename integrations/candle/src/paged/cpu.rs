@@ -16,6 +16,7 @@ use memory_compiler::hook::weights::VecRange;
 use memory_compiler::pager::{Pager, Part, Pinned, Stamp};
 use memory_compiler::{ALIGNMENT, Bytes, Refusal, ScopeWatch, watch_scopes};
 
+use super::paths::Paths;
 use super::{Files, PagedStats, SMALLEST};
 use crate::wrap;
 
@@ -34,16 +35,18 @@ struct Books {
     weights: Vec<Weight>,
     /// Bytes of the range that are given to a tensor.
     used: Bytes,
-    /// Bytes copied from the files so far.
-    copied: Bytes,
-    /// How long that took.
-    waited: Duration,
+    copies: Copies,
     /// Tensors that were asked for: a name has one, however often it is used.
     tensors: HashMap<String, Tensor>,
-    /// Which weights a path of scopes pins.
-    paths: HashMap<Vec<String>, Arc<[usize]>>,
-    /// The scope outside of which no other means these weights.
-    root: Option<String>,
+    paths: Paths,
+}
+
+/// What was copied from the files so far.
+#[derive(Debug, Default)]
+struct Copies {
+    bytes: Bytes,
+    /// How long that took.
+    took: Duration,
 }
 
 /// See the module's page.
@@ -77,16 +80,14 @@ impl Inner {
         PagedStats {
             weights: books.used,
             resident: residency.unwrap_or_default().resident,
-            copied: books.copied,
-            waited: books.waited,
+            copied: books.copies.bytes,
+            waited: books.copies.took,
             pager: self.pager.stats(),
         }
     }
 
     pub fn only_in(&self, scope: &str) {
-        let mut books = self.lock();
-        books.root = Some(scope.to_owned());
-        books.paths.clear();
+        self.lock().paths.only_in(scope);
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Books> {
@@ -94,13 +95,13 @@ impl Inner {
     }
 
     /// Makes a weight resident and fills what is not the file's.
-    fn pin(&self, books: &mut Books, weight: usize) -> Result<Pinned> {
+    fn pin(&self, weight: &mut Weight, copies: &mut Copies) -> Result<Pinned> {
         let Weight {
             name,
             offset,
             size,
             filled,
-        } = &books.weights[weight];
+        } = weight;
         let range = self.memory.range();
         let pinned = range.pin_beyond(*offset, *size, *filled).map_err(wrap)?;
         let began = Instant::now();
@@ -122,49 +123,12 @@ impl Inner {
             written.map_err(candle_core::Error::wrap)?;
             copied += size.0;
         }
-        books.weights[weight].filled = pinned.stamp();
+        *filled = pinned.stamp();
         if copied > 0 {
-            books.copied.0 += copied;
-            books.waited += began.elapsed();
+            copies.bytes.0 += copied;
+            copies.took += began.elapsed();
         }
         Ok(pinned)
-    }
-
-    /// The weights that an open path of scopes means.
-    fn weights_of(&self, books: &mut Books, path: &[String]) -> Arc<[usize]> {
-        if let Some(found) = books.paths.get(path) {
-            return Arc::clone(found);
-        }
-        let under = |prefix: &str| -> Vec<usize> {
-            let named = |name: &str| {
-                name.strip_prefix(prefix)
-                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-            };
-            (0..books.weights.len())
-                .filter(|&at| named(&books.weights[at].name))
-                .collect()
-        };
-        let inside = match &books.root {
-            None => path,
-            Some(root) => match path.iter().position(|name| name == root) {
-                Some(at) => &path[at + 1..],
-                None => &[],
-            },
-        };
-        let (mut prefix, mut found) = (String::new(), Vec::new());
-        for name in inside {
-            let nested = format!("{prefix}.{name}");
-            for candidate in [nested.as_str(), name.as_str()] {
-                found = under(candidate);
-                if !found.is_empty() {
-                    prefix = candidate.to_owned();
-                    break;
-                }
-            }
-        }
-        let found: Arc<[usize]> = found.into();
-        books.paths.insert(path.to_vec(), Arc::clone(&found));
-        found
     }
 
     fn get(
@@ -203,28 +167,34 @@ impl Inner {
         let count = shape.elem_count();
         let size = Bytes((count * size_of::<T>()) as u64);
         let mut books = self.lock();
+        if let Some(tensor) = books.tensors.get(name) {
+            // Another thread was quicker.
+            return Ok(tensor.clone());
+        }
         let offset = books.used;
         let end = (offset.0 + size.0).next_multiple_of(ALIGNMENT.0);
-        // SAFETY: each tensor gets bytes of its own, since `used` only grows; they are written only by
-        // `pin`; whoever opened the weights promises to read them only where they are pinned.
+        // SAFETY: each tensor gets bytes of its own: `used` only grows, and does so before the lock is let go
+        // unless this vector goes again; they are written only by `pin`; whoever opened the weights promises to
+        // read them only where they are pinned.
         let vector = unsafe { self.memory.vec::<T>(offset, count) };
         let Some(mut vector) = vector else {
             bail!("{name}: {size} at {offset} do not fit the weights");
         };
-        books.used = Bytes(end);
-        let weight = books.weights.len();
-        books.weights.push(Weight {
+        let mut weight = Weight {
             name: name.to_owned(),
             offset,
             size,
             filled: Stamp::NEVER,
-        });
-        books.paths.clear();
-        let _pinned = self.pin(&mut books, weight)?;
+        };
+        let _pinned = self.pin(&mut weight, &mut books.copies)?;
         // SAFETY: the vector has room for `count` elements, and `pin` has just filled all of them, of
         // which any bits are a value.
         unsafe { vector.set_len(count) };
         let tensor = Tensor::from_vec(vector, shape, &Device::Cpu)?;
+        // Nothing fails from here on.
+        books.used = Bytes(end);
+        books.weights.push(weight);
+        books.paths.forget();
         books.tensors.insert(name.to_owned(), tensor.clone());
         Ok(tensor)
     }
@@ -233,9 +203,15 @@ impl Inner {
 impl ScopeWatch for Inner {
     fn opened(&self, path: &[String]) -> std::result::Result<Option<Box<dyn Any>>, Refusal> {
         let mut books = self.lock();
-        let weights = self.weights_of(&mut books, path);
-        let pin = |&weight: &usize| self.pin(&mut books, weight);
-        let pins: Vec<Pinned> = weights.iter().map(pin).collect::<Result<_>>()?;
+        let Books {
+            weights,
+            copies,
+            paths,
+            ..
+        } = &mut *books;
+        let meant = paths.weights(path, weights.iter().map(|weight| weight.name.as_str()));
+        let pin = |&weight: &usize| self.pin(&mut weights[weight], copies);
+        let pins: Vec<Pinned> = meant.iter().map(pin).collect::<Result<_>>()?;
         Ok((!pins.is_empty()).then(|| Box::new(pins) as Box<dyn Any>))
     }
 }

@@ -24,8 +24,13 @@ impl Files {
         for file in &files {
             // SAFETY: the caller's promise.
             let opened = unsafe { MmapedSafetensors::new(file) };
-            opened
-                .map_err(|error| candle_core::Error::Msg(format!("{}: {error}", file.display())))?;
+            opened.map_err(|error| {
+                let reason = match error {
+                    candle_core::Error::WithPath { inner, .. } => *inner,
+                    other => other,
+                };
+                candle_core::Error::Msg(format!("{}: {reason}", file.display()))
+            })?;
         }
         // SAFETY: the caller's promise.
         Ok(Self::Mapped(unsafe { MmapedSafetensors::multi(&files) }?))

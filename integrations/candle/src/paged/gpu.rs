@@ -21,7 +21,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use memory_compiler::device::{Call, Device as _, HostMemory, StreamId};
+use memory_compiler::device::{Call, Device as GpuMemory, HostMemory, StreamId};
 use memory_compiler::hook::uses::{self, UseWatch, watch_uses};
 use memory_compiler::hook::weights::SliceRange;
 use memory_compiler::pager::{Ahead, AheadStats, Group, OnStream, Pager};
@@ -44,6 +44,8 @@ pub(super) struct Inner {
     pager: Pager,
     stream: StreamId,
     memory: SliceRange,
+    /// Held while a tensor is made, so that each is made once. Before `books`.
+    loading: Mutex<()>,
     books: Mutex<Books>,
 }
 
@@ -81,6 +83,22 @@ struct Running {
     active: BTreeSet<Group>,
     /// Who used weights last: Candle's usual stream is another one on each thread.
     thread: ThreadId,
+}
+
+impl Running {
+    /// Has this thread go on where another one used weights last: fences and copies are in order with the
+    /// stream of the thread that asks for them, and with no other one's.
+    fn come_here(&mut self, device: &dyn GpuMemory) -> std::result::Result<(), Error> {
+        let here = std::thread::current().id();
+        if self.thread != here {
+            device.synchronise().map_err(|source| Error::Device {
+                call: Call::Synchronise,
+                source,
+            })?;
+            self.thread = here;
+        }
+        Ok(())
+    }
 }
 
 /// Whether what Candle calls in cuBLAS arrives at the hook.
@@ -142,6 +160,7 @@ impl Inner {
             pager: pager.clone(),
             stream: crate::cuda::stream(cuda),
             memory: SliceRange::new(range).map_err(wrap)?,
+            loading: Mutex::default(),
             books: Mutex::default(),
         });
         let watch: Weak<Self> = Arc::downgrade(&inner);
@@ -173,12 +192,22 @@ impl Inner {
     }
 
     pub fn rest(&self) {
-        if let Phase::Running(running) = &mut self.lock().phase {
-            let Running { ahead, active, .. } = &mut **running;
-            std::mem::take(active)
-                .into_iter()
-                .for_each(|group| ahead.leave(group));
+        let mut books = self.lock();
+        let Phase::Running(running) = &mut books.phase else {
+            return;
+        };
+        if running.active.is_empty() {
+            return;
         }
+        if let Err(error) = running.come_here(&**self.pager.device()) {
+            // They stay until work of this model needs other ones.
+            tracing::warn!(%error, "no weights rest");
+            return;
+        }
+        let Running { ahead, active, .. } = &mut **running;
+        std::mem::take(active)
+            .into_iter()
+            .for_each(|group| ahead.leave(group));
     }
 
     fn get(&self, name: &str, dtype: DType, dev: &Device, shape: Option<Shape>) -> Result<Tensor> {
@@ -186,6 +215,7 @@ impl Inner {
             bail!("{name}: these weights are on {:?}", self.device.location());
         }
         let key = (name.to_owned(), dtype);
+        let _loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(tensor) = self.lock().tensors.get(&key) {
             return Ok(tensor.clone());
         }
@@ -341,25 +371,11 @@ impl UseWatch for Inner {
                 weight.filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
             needed.extend(inside.map(|weight| running.group_of[weight]));
         }
-        let here = std::thread::current().id();
-        if running.thread == here && needed.is_subset(&running.active) {
+        running.come_here(&**self.pager.device())?;
+        if needed.is_subset(&running.active) {
             return Ok(());
         }
-        let Running {
-            ahead,
-            active,
-            thread,
-            ..
-        } = &mut **running;
-        if *thread != here {
-            // Copies are in order with this thread's stream only.
-            let waited = self.pager.device().synchronise();
-            waited.map_err(|source| Error::Device {
-                call: Call::Synchronise,
-                source,
-            })?;
-            *thread = here;
-        }
+        let Running { ahead, active, .. } = &mut **running;
         active.retain(|&group| {
             let stays = needed.contains(&group);
             if !stays {

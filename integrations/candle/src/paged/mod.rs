@@ -21,6 +21,7 @@ mod files;
 mod gpu;
 #[cfg(any(feature = "cuda", test))]
 mod names;
+mod paths;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -86,6 +87,9 @@ impl Paged {
     /// - The weights are read only while this lives. On the CPU: only on the thread that has a scope open which
     ///   names them, and on threads that work for it meanwhile. On a GPU: only by work on the device's own stream
     ///   that `memory_compiler::hook::uses` sees.
+    /// - On a GPU one thread at a time uses the weights, or says that they [`rest`](Self::rest). Threads that take
+    ///   turns are told apart; two that launch work on weights of one `Paged` at the same time are not, since
+    ///   bringing weights in and the launch itself are two steps: the weights of the first may leave between them.
     /// - Nobody writes to the weights.
     pub unsafe fn open<P: AsRef<Path>>(
         pager: &Pager,
@@ -136,7 +140,7 @@ impl Paged {
     /// As [`open`](Self::open).
     ///
     /// # Safety
-    /// As [`open`](Self::open), on a GPU.
+    /// As [`open`](Self::open), on a GPU: also that one thread at a time uses the weights.
     #[cfg(feature = "cuda")]
     pub unsafe fn over(
         pager: &Pager,
@@ -197,7 +201,8 @@ impl Paged {
     }
 
     /// Lets everything go when others need memory: no more work on these weights is enqueued for now. Only
-    /// worth saying on a GPU, where weights are else kept until others of this model are used.
+    /// worth saying on a GPU, where weights are else kept until others of this model are used. Another thread than
+    /// the one that used them waits for the device once.
     pub fn rest(&self) {
         match &self.0 {
             Kind::Cpu(_) => {}
