@@ -213,7 +213,7 @@ impl Pager {
             if let Some(limit) = limit.filter(|&limit| limit < granule) {
                 return Err(Error::Option {
                     option,
-                    reason: format!("{limit} is less than one page of {granule}"),
+                    reason: format!("{limit:#} is less than one page of {granule}"),
                 });
             }
         }

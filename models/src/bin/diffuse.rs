@@ -145,7 +145,8 @@ struct Memory {
     /// Hold at most this much; the run fails when a step needs more.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     budget: Option<u64>,
-    /// Keep at most this much of the weights in memory; the others come in scope by scope.
+    /// Keep at most this much of the weights in memory; the others come in scope by scope. On the CPU a scope that
+    /// needs more takes it from the rest of the budget while it is open.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     weight_budget: Option<u64>,
 }
