@@ -103,7 +103,6 @@ impl Options {
             address_space: self.address_space,
             edge_limit: self.edge_limit,
             compile_after: self.compile_after,
-            ..memory_compiler::Options::default()
         }
     }
 }
