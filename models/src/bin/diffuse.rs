@@ -374,7 +374,12 @@ fn draw_with_burn(arguments: &Arguments, job: &Job, source: Source<'_>) -> Resul
             steps: 3,
             ..job.clone()
         };
-        sample_from(&mut first, &short, || ())?;
+        let draw = |progress: &mut dyn FnMut()| sample_from(&mut first, &short, progress);
+        watch(
+            &short,
+            "plain memory, to compile and tune kernels (minutes)",
+            draw,
+        )?;
     }
     let draw = |progress: &mut dyn FnMut()| sample_from(&mut session, job, progress);
     let (images, time) = watch(job, title, draw)?;
