@@ -25,7 +25,7 @@
 //! The hot path is `alloc` and `free` below: no lock, no device call, no allocation. An
 //! alloc looks nothing up; a free finds its slot in the live table's index.
 //!
-//! May import: layers 0 to 4, `scopes`, `stats`.
+//! May import: layers 0 to 4, `scopes`, `stats`, `report`.
 
 mod buffers;
 mod compile;
