@@ -182,6 +182,23 @@ fn replay_prints_the_statistics_table() {
 }
 
 #[test]
+fn replay_writes_the_page_that_shows_where_the_memory_goes() {
+    let folder =
+        std::env::temp_dir().join(format!("memory-compiler-report-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let page = folder.join("flux.html");
+    let (code, _, err) = program(&["replay", &flux(), "--report", page.to_str().unwrap()]);
+    assert_eq!(code, 0, "{err}");
+    let text = std::fs::read_to_string(&page).unwrap();
+    assert!(text.contains("At the peak, the largest buffers"));
+    let missing = folder.join("missing/flux.html");
+    let (code, _, err) = program(&["replay", &flux(), "--report", missing.to_str().unwrap()]);
+    assert_eq!(code, 1);
+    assert!(err.contains("missing/flux.html"), "{err}");
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+#[test]
 fn replay_holds_the_floor_once_it_has_compiled() {
     let statistics = |steps: &str| {
         let trace = format!("{}/tests/data/sd15.trace.gz", env!("CARGO_MANIFEST_DIR"));

@@ -143,6 +143,48 @@ fn the_same_seed_writes_the_same_sheet() {
 }
 
 #[test]
+fn a_report_is_written_beside_the_sheet_or_where_it_is_asked_for() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (out, other) = (
+        folder.path().join("sheet.png"),
+        folder.path().join("other.html"),
+    );
+    let small = [
+        "--model",
+        "dit",
+        "--steps",
+        "4",
+        "--class",
+        "4",
+        "--samples",
+        "1",
+        "--out",
+        text(&out),
+    ];
+    let beside = out.with_extension("html");
+    let draw = |more: &[&str]| {
+        let output = diffuse(&[&small[..], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    assert!(!draw(&["--no-compile"]).contains("where the memory goes"));
+    assert!(!beside.exists());
+    assert!(draw(&[]).contains(text(&beside)));
+    let page = std::fs::read_to_string(&beside).expect("the page is there");
+    for scope in ["cond/block.0/attention", "uncond/block.0/attention"] {
+        assert!(page.contains(scope), "{scope}");
+    }
+    std::fs::remove_file(&beside).expect("it goes");
+    draw(&["--report", text(&other)]);
+    assert!(other.exists() && !beside.exists());
+    let missing = folder.path().join("missing/other.html");
+    let output = diffuse(&[&small[..], &["--report", text(&missing)]].concat());
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let output = diffuse(&[&small[..], &["--no-compile", "--report", text(&other)]].concat());
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+}
+
+#[test]
 fn memory_that_does_not_suffice_is_refused_in_one_line() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let out = folder.path().join("sheet.png");
