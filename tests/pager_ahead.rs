@@ -359,6 +359,40 @@ fn a_copy_that_failed_ahead_is_made_again_whoever_was_told_of_it() {
 }
 
 #[test]
+fn a_group_of_another_model_is_refused() {
+    let device = limited_host(Bytes(PAGE), Bytes(u64::MAX));
+    let pager = Pager::with_limit(device, None, Some(pages(8))).unwrap();
+    let ahead = || {
+        let fill = |_: Part| Ok(());
+        Ahead::new(
+            pager.range(pages(4)).unwrap(),
+            Box::new(OnThread::new(fill).unwrap()),
+        )
+    };
+    let (mut one, mut other) = (ahead(), ahead());
+    let (mine, theirs) = (
+        one.group([(pages(0), pages(1))]).unwrap(),
+        other.group([(pages(0), pages(1))]).unwrap(),
+    );
+    one.enter(mine).unwrap();
+    let refused = one.enter(theirs);
+    assert!(
+        matches!(
+            refused,
+            Err(Error::Option {
+                option: "group",
+                ..
+            })
+        ),
+        "{refused:?}"
+    );
+    one.leave(theirs);
+    assert_eq!(pager.stats().pinned, pages(1), "mine is entered still");
+    one.leave(mine);
+    assert_eq!(pager.stats().pinned, pages(0));
+}
+
+#[test]
 fn a_dropped_model_leaves_no_fence_with_its_device() {
     let device = device();
     let pager = Pager::with_limit(device.clone(), None, Some(pages(20))).unwrap();

@@ -36,6 +36,7 @@ mod arrange;
 mod merge;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use self::arrange::Arranged;
@@ -48,9 +49,12 @@ use crate::device::{Call, DeviceError};
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
-/// A group of weights, by its number.
+/// A group of weights, by its number and its [`Ahead`]'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Group(u32);
+pub struct Group(u32, u64);
+
+/// How many there were in this process.
+static AHEADS: AtomicU64 = AtomicU64::new(0);
 
 /// What looking ahead came to so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -112,6 +116,7 @@ struct Expected {
 /// See the module's page.
 #[derive(Debug)]
 pub struct Ahead {
+    id: u64,
     range: WeightRange,
     carrier: Box<dyn Carrier>,
     groups: Vec<Pages>,
@@ -157,6 +162,7 @@ impl Ahead {
     pub fn new(range: WeightRange, carrier: Box<dyn Carrier>) -> Self {
         let page_count = range.0.page_count as usize;
         Self {
+            id: AHEADS.fetch_add(1, Ordering::Relaxed),
             range,
             carrier,
             groups: Vec::new(),
@@ -217,7 +223,7 @@ impl Ahead {
             pages,
             ..Pages::default()
         });
-        Ok(Group(self.groups.len() as u32 - 1))
+        Ok(Group(self.groups.len() as u32 - 1, self.id))
     }
 
     fn pages_of(&self, group: Group) -> &[u32] {
@@ -228,9 +234,16 @@ impl Ahead {
     ///
     /// # Errors
     /// [`Error::WeightBudget`] when there is not enough memory for it beside the groups that are entered,
-    /// whatever else goes; [`Error::Device`] when the device refuses. Then it is not entered.
+    /// whatever else goes; [`Error::Device`] when the device refuses, or a copy that was made ahead failed, of whichever
+    /// group; [`Error::Option`] for a group of another `Ahead`. Then it is not entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
+        if group.1 != self.id {
+            return Err(Error::Option {
+                option: "group",
+                reason: "it is one of another `Ahead`".into(),
+            });
+        }
         match self.enter_whole(group) {
             // Its parts may fit.
             Err(Error::WeightBudget { .. }) if self.part()? => self.enter_whole(group),
@@ -274,9 +287,13 @@ impl Ahead {
         Ok(())
     }
 
-    /// Says that work which is enqueued from now on does not use the group, as often as it was entered.
+    /// Says that work which is enqueued from now on does not use the group, as often as it was entered. Nothing happens
+    /// for one that is not entered.
     pub fn leave(&mut self, group: Group) {
         let _bookkeeping = Bookkeeping::begin();
+        if group.1 != self.id {
+            return;
+        }
         let group = self.whole(group);
         let books = &mut self.groups[group.0 as usize];
         books.entered = books.entered.saturating_sub(1);
