@@ -560,3 +560,23 @@ fn steps_of_drifting_sizes_do_not_run_out_of_addresses() {
     drop(compiler);
     assert!(device.is_empty());
 }
+
+#[test]
+fn the_floor_counts_what_was_live_at_once_and_not_a_survivor_that_was_gone() {
+    let device = counting_host(GRANULE);
+    let mut compiler = Compiler::new(device, Options::default()).expect("a compiler");
+    let mut kept = None;
+    for _ in 0..6 {
+        let step = compiler.begin("step").expect("a step");
+        if let Some(address) = kept.take() {
+            step.free(address).expect("live");
+        }
+        let most = here(&step, 5 * MIB);
+        step.free(most).expect("live");
+        kept = Some(here(&step, 3 * MIB));
+        step.finish().expect("the step ends well");
+    }
+    let stats = compiler.stats();
+    assert_eq!((stats.peak, stats.floor), (Bytes::mib(5), Bytes::mib(6)));
+    assert!(stats.held >= stats.floor, "{stats}");
+}
