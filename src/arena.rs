@@ -190,13 +190,12 @@ impl Arena {
             match self.pages.take_free() {
                 Ok(id) => new.push(id),
                 // Weights go first, then idle memory of the other space.
-                Err(Refused {
-                    source: DeviceError::OutOfMemory { .. },
-                    ..
-                }) if self.evict_weights((count - new.len()) as u64)
-                    || self.trim_idle((count - new.len()) as u64, keep) > 0 => {}
+                Err(refused)
+                    if refused.is_out_of_memory()
+                        && (self.evict_weights((count - new.len()) as u64)
+                            || self.trim_idle((count - new.len()) as u64, keep) > 0) => {}
                 Err(mut error) => {
-                    if matches!(error.source, DeviceError::OutOfMemory { .. }) && !reclaimed {
+                    if error.is_out_of_memory() && !reclaimed {
                         reclaimed = true;
                         match self.pages.reclaim() {
                             Ok(()) => continue,

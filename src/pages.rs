@@ -26,6 +26,13 @@ pub(crate) struct Refused {
     pub source: DeviceError,
 }
 
+impl Refused {
+    /// Whether less memory in use would have helped.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self.source, DeviceError::OutOfMemory { .. })
+    }
+}
+
 /// The device's side of an arena: one reserved range, pages, mappings.
 #[derive(Debug)]
 pub(crate) struct Pages {
@@ -155,10 +162,7 @@ impl Pages {
     /// A page: a spare one, or one from the device, which gives first what its driver keeps for itself.
     pub fn take(&mut self) -> Result<PageId, Refused> {
         match self.take_free() {
-            Err(Refused {
-                source: DeviceError::OutOfMemory { .. },
-                ..
-            }) => {
+            Err(refused) if refused.is_out_of_memory() => {
                 self.reclaim()?;
                 self.take_free()
             }
@@ -181,10 +185,7 @@ impl Pages {
         for tries in 0.. {
             let claimed = self.budget.claim_beyond(self.granule);
             match self.create_claimed(claimed) {
-                Err(Refused {
-                    source: DeviceError::OutOfMemory { .. },
-                    ..
-                }) if tries == 0 => self.reclaim()?,
+                Err(refused) if tries == 0 && refused.is_out_of_memory() => self.reclaim()?,
                 taken => return taken,
             }
         }

@@ -2,7 +2,6 @@
 //!
 //! May import: what `engine` may, and `report`.
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 
@@ -18,12 +17,10 @@ impl Engine {
     /// Where the memory goes; no step is active.
     pub fn buffers(&mut self) -> Report {
         let stats = self.stats();
-        let mut order: Vec<usize> = (0..self.tapes.branches.len()).collect();
-        order.sort_by_key(|&at| Reverse(self.tapes.branches[at].last_run));
         let ranks = self.ranks();
         let mut scopes = Vec::new();
         let mut scope_of: HashMap<u32, usize, MixBuild> = HashMap::default();
-        let branches = order.into_iter().map(|at| {
+        let branches = self.tapes.latest_first().into_iter().map(|at| {
             let branch = &self.tapes.branches[at];
             let is_known = ends::fit(&branch.tape, &branch.ends);
             let known = if is_known { &branch.tape[..] } else { &[] };

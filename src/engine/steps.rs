@@ -431,8 +431,6 @@ impl Engine {
         let bytes = |units: u64| Bytes(units * ALIGNMENT.0);
         let granule = self.arena.granule();
         let report = self.report();
-        let mut branches: Vec<_> = self.tapes.branches.iter().enumerate().collect();
-        branches.sort_by_key(|(_, branch)| std::cmp::Reverse(branch.last_run));
         Stats {
             live: bytes(self.live),
             peak: bytes(self.peak),
@@ -470,8 +468,11 @@ impl Engine {
             bad_frees: self.totals.bad_frees,
             bad_scopes: self.totals.bad_scopes,
             aborts: self.totals.aborts,
-            branches: branches
+            branches: self
+                .tapes
+                .latest_first()
                 .into_iter()
+                .map(|at| (at, &self.tapes.branches[at]))
                 .map(|(at, branch)| BranchStats {
                     name: self.scopes.name(branch.name).to_owned(),
                     allocs: self.tapes.len_of(at) as u64,

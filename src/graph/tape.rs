@@ -13,6 +13,7 @@
 //!
 //! May import: `ends`, `live`, `mix`, `placer` for units.
 
+use std::cmp::Reverse;
 use std::time::Duration;
 
 use super::ends::{self, Notes};
@@ -289,6 +290,13 @@ impl Tapes {
             .expect("not empty");
         self.branches[oldest] = new;
         oldest
+    }
+
+    /// The branches by number, the one that ran last first.
+    pub fn latest_first(&self) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..self.branches.len()).collect();
+        order.sort_by_key(|&at| Reverse(self.branches[at].last_run));
+        order
     }
 
     /// The branch of a name that ran last.

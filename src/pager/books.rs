@@ -28,7 +28,7 @@ use self::evict::{Staying, twice};
 use super::range::{Range, Slot};
 use super::{PageOut, PagerStats, Residency, Stamp};
 use crate::budget::Budget;
-use crate::device::{Device, DeviceError, PageId};
+use crate::device::{Device, PageId};
 use crate::pages::{Pages, Refused};
 use crate::units::{Address, Bytes};
 
@@ -366,18 +366,12 @@ impl Books {
                         taken.push(page);
                         continue;
                     }
-                    Err(Refused {
-                        source: DeviceError::OutOfMemory { .. },
-                        ..
-                    }) if rounds < ROUNDS => {
+                    Err(error) if !error.is_out_of_memory() => break Err(error),
+                    Err(_) if rounds < ROUNDS => {
                         rounds += 1;
                         short = wanted as u64;
                     }
-                    Err(Refused {
-                        source: DeviceError::OutOfMemory { .. },
-                        ..
-                    }) => break Ok(false),
-                    Err(error) => break Err(error),
+                    Err(_) => break Ok(false),
                 }
             }
             // What others have beyond the limit has to leave room too.

@@ -8,10 +8,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{Ahead, Group, refused};
-use crate::device::Call;
+use super::{Ahead, Group};
 use crate::error::Error;
-use crate::pager::carrier::Carrier;
 use crate::pager::clock::Clock;
 use crate::pager::failed;
 use crate::pager::plan::plan;
@@ -139,8 +137,7 @@ impl Ahead {
     /// Has the pages share frames; whether they do.
     fn install(&mut self, rings: Vec<Vec<u32>>) -> Result<bool, Error> {
         // Work waits for no copy that is not done, and nothing is being copied when pages go.
-        self.wait(Carrier::settle)
-            .map_err(refused(Call::Synchronise))?;
+        self.settle()?;
         self.let_go_all();
         let is_streaming = !rings.is_empty();
         let mut locked = self.range.0.pager.lock();

@@ -13,10 +13,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Ahead, Group, refused};
-use crate::device::Call;
+use super::{Ahead, Group};
 use crate::error::Error;
-use crate::pager::carrier::Carrier;
 
 /// After how many turns a group comes again at most, to be one with those between.
 const NEAR: usize = 8;
@@ -27,7 +25,7 @@ const PART: u64 = 4;
 impl Ahead {
     /// The group that it is part of, or itself.
     pub(super) fn whole(&self, group: Group) -> Group {
-        self.groups[group.0 as usize].part_of.unwrap_or(group)
+        self.groups[group.number as usize].part_of.unwrap_or(group)
     }
 
     /// Merges what was used in turn since the first group was; whether there was any. Nothing is entered.
@@ -52,8 +50,7 @@ impl Ahead {
             }
             if !is_merged {
                 // The pages of what is expected are counted.
-                self.wait(Carrier::settle)
-                    .map_err(refused(Call::Synchronise))?;
+                self.settle()?;
                 self.let_go_all();
                 is_merged = true;
             }
@@ -64,11 +61,11 @@ impl Ahead {
                 }
             }
             for whole in wholes {
-                let books = &mut self.groups[whole.0 as usize];
+                let books = &mut self.groups[whole.number as usize];
                 books.part_of = (whole != into).then_some(into);
                 books.pages.clear();
             }
-            self.groups[into.0 as usize].pages = pages.into_iter().collect();
+            self.groups[into.number as usize].pages = pages.into_iter().collect();
         }
         if is_merged {
             let first = self.first.map(|first| self.whole(first));
@@ -85,8 +82,7 @@ impl Ahead {
         if !is_merged || !self.active.is_empty() {
             return Ok(false);
         }
-        self.wait(Carrier::settle)
-            .map_err(refused(Call::Synchronise))?;
+        self.settle()?;
         self.let_go_all();
         self.stop_clock();
         for books in &mut self.groups {

@@ -33,6 +33,7 @@
 //! May import: layers 0 and 3; `bookkeeping`.
 
 mod arrange;
+mod expect;
 mod merge;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -51,7 +52,10 @@ use crate::units::{Address, Bytes};
 
 /// A group of weights, by its number and its [`Ahead`]'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Group(u32, u64);
+pub struct Group {
+    number: u32,
+    of: u64,
+}
 
 /// How many there were in this process.
 static AHEADS: AtomicU64 = AtomicU64::new(0);
@@ -93,15 +97,6 @@ struct Pages {
     /// The group that has its pages.
     part_of: Option<Group>,
 }
-
-/// How many rounds the first group of one may not come.
-const PATIENCE: usize = 4;
-
-/// The most turns of a round in which groups are looked for that are used in turn.
-const TURNS: usize = 1 << 14;
-
-/// How many groups come in ahead at most, where others may have their memory meanwhile.
-const DEPTH: usize = 64;
 
 /// A group that is expected.
 #[derive(Debug)]
@@ -223,11 +218,15 @@ impl Ahead {
             pages,
             ..Pages::default()
         });
-        Ok(Group(self.groups.len() as u32 - 1, self.id))
+        let number = self.groups.len() as u32 - 1;
+        Ok(Group {
+            number,
+            of: self.id,
+        })
     }
 
     fn pages_of(&self, group: Group) -> &[u32] {
-        &self.groups[group.0 as usize].pages
+        &self.groups[group.number as usize].pages
     }
 
     /// Makes a group's bytes be in memory for work that is enqueued from now on, until it was left as often.
@@ -238,7 +237,7 @@ impl Ahead {
     /// group; [`Error::Option`] for a group of another `Ahead`. Then it is not entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
-        if group.1 != self.id {
+        if group.of != self.id {
             return Err(Error::Option {
                 option: "group",
                 reason: "it is one of another `Ahead`".into(),
@@ -254,7 +253,7 @@ impl Ahead {
     fn enter_whole(&mut self, group: Group) -> Result<(), Error> {
         let mut group = self.whole(group);
         if self.active.contains(&group) {
-            self.groups[group.0 as usize].entered += 1;
+            self.groups[group.number as usize].entered += 1;
             return Ok(());
         }
         // What lies inside of an outer group is no turn of its own, nor is what was left last and comes again.
@@ -276,7 +275,7 @@ impl Ahead {
                 self.stop_clock();
             }
         }
-        self.groups[group.0 as usize].entered = 1;
+        self.groups[group.number as usize].entered = 1;
         self.active.insert(group);
         self.stats.entered += 1;
         if is_turn {
@@ -291,11 +290,11 @@ impl Ahead {
     /// for one that is not entered.
     pub fn leave(&mut self, group: Group) {
         let _bookkeeping = Bookkeeping::begin();
-        if group.1 != self.id {
+        if group.of != self.id {
             return;
         }
         let group = self.whole(group);
-        let books = &mut self.groups[group.0 as usize];
+        let books = &mut self.groups[group.number as usize];
         books.entered = books.entered.saturating_sub(1);
         if books.entered > 0 || !self.active.remove(&group) {
             return;
@@ -314,7 +313,7 @@ impl Ahead {
             mark,
             ..
         } = self;
-        let left = &groups[group.0 as usize].pages;
+        let left = &groups[group.number as usize].pages;
         left.iter()
             .for_each(|&page| pages[page as usize].used = *mark);
         let mut locked = range.0.pager.lock();
@@ -336,43 +335,6 @@ impl Ahead {
         }
     }
 
-    /// Lets go of what came in for others than `group` before it, when its copies are done.
-    fn forget_unless(&mut self, group: Group) -> Result<(), Error> {
-        if self.next.front().is_none_or(|first| first.group == group) {
-            return Ok(());
-        }
-        if self.next.iter().any(|next| !next.pinned.is_empty()) {
-            self.wait(Carrier::settle)
-                .map_err(refused(Call::Synchronise))?;
-        }
-        while self.next.front().is_some_and(|first| first.group != group) {
-            self.let_go_first();
-        }
-        Ok(())
-    }
-
-    fn let_go_first(&mut self) {
-        let first = self.next.pop_front();
-        first.into_iter().for_each(|first| self.let_go(first));
-    }
-
-    fn let_go_all(&mut self) {
-        while !self.next.is_empty() {
-            self.let_go_first();
-        }
-    }
-
-    fn let_go(&mut self, expected: Expected) {
-        for &page in &self.groups[expected.group.0 as usize].pages {
-            self.pages[page as usize].expected -= 1;
-        }
-        if !expected.pinned.is_empty() {
-            let mut locked = self.range.0.pager.lock();
-            let pinned = expected.pinned.into_iter();
-            locked.books.unpin_all(self.range.0.id, pinned);
-        }
-    }
-
     /// Waits for copies, or has work wait for them. Of one that failed it is told once, and not which it was: all
     /// that has not arrived is to be copied again.
     fn wait(
@@ -388,10 +350,16 @@ impl Ahead {
         waited
     }
 
+    /// Waits until nothing is being copied.
+    fn settle(&mut self) -> Result<(), Error> {
+        self.wait(Carrier::settle)
+            .map_err(refused(Call::Synchronise))
+    }
+
     /// Pins and fills a group, and has work wait for its copies.
     fn bring(&mut self, group: Group) -> Result<(), Error> {
         let id = self.range.0.id;
-        let pages = &self.groups[group.0 as usize].pages;
+        let pages = &self.groups[group.number as usize].pages;
         let entered = {
             let mut locked = self.range.0.pager.lock();
             if !locked.books.is_first(id) {
@@ -473,121 +441,19 @@ impl Ahead {
         self.stats.copied.0 += copied.0;
         Ok(copied)
     }
-
-    fn learn(&mut self, group: Group) {
-        if let (before, Some(last)) = self.last {
-            self.follows.insert((before, last), group);
-            self.follows.insert((None, last), group);
-        }
-        self.last = (self.last.1, Some(group));
-        self.since_first += 1;
-        let is_first = self.first == Some(group);
-        if !is_first && self.since_first > PATIENCE * (self.round.len() + 1) {
-            // It was of no round: another one begins here.
-            self.first = None;
-            self.round.clear();
-            self.in_round.clear();
-            self.turns.clear();
-            self.stop_clock();
-        }
-        if *self.first.get_or_insert(group) == group {
-            self.since_first = 0;
-            self.in_round.clear();
-            self.in_round.extend(self.round.iter().copied());
-            self.turns.clear();
-        }
-        if self.turns.len() < TURNS {
-            self.turns.push(group);
-        }
-        if self.in_round.insert(group) {
-            self.round.push(group);
-        }
-    }
-
-    /// Has the groups come in that follow, as far as there is room beside what is entered.
-    fn look_ahead(&mut self) {
-        if !self.carrier.is_beside() {
-            return;
-        }
-        // Who holds pages for what is only expected keeps them from steps.
-        let depth = if self.carrier.is_work_of_the_device() {
-            DEPTH
-        } else {
-            1
-        };
-        // What came in by half is looked at again.
-        if let Some(half) = self.next.pop_back_if(|last| !last.is_whole) {
-            self.let_go(half);
-        }
-        let mut last = self.last;
-        for expected in &self.next {
-            last = (last.1, Some(expected.group));
-        }
-        while self.next.len() < depth {
-            let (before, Some(group)) = last else { break };
-            let next = self.follows.get(&(before, group));
-            let next = next.or_else(|| self.follows.get(&(None, group))).copied();
-            let is_new = |next: &Group| {
-                !self.active.contains(next) && self.next.iter().all(|other| other.group != *next)
-            };
-            let Some(next) = next.filter(is_new) else {
-                break;
-            };
-            if !self.bring_ahead(next) {
-                break;
-            }
-            last = (Some(group), Some(next));
-        }
-    }
-
-    /// Has a group come in behind those that are expected already; whether all of it does.
-    fn bring_ahead(&mut self, group: Group) -> bool {
-        let reached = {
-            let keeps = |page: u32| self.pages[page as usize].expected > 0;
-            let mut locked = self.range.0.pager.lock();
-            let pages = &self.groups[group.0 as usize].pages;
-            locked.books.enter_ahead(self.range.0.id, pages, keeps)
-        };
-        let filled = self.fill(&reached);
-        let is_filled = filled.is_ok();
-        match filled {
-            Ok(copied) => self.stats.copied_ahead.0 += copied.0,
-            Err(error) => {
-                // Whoever enters it asks again, and is told.
-                tracing::warn!(%error, "no weights ahead of their use");
-                self.is_unordered = true;
-            }
-        }
-        let mut pinned: Vec<u32> = reached.stamps.into_iter().map(|(page, _)| page).collect();
-        let is_whole = is_filled && pinned.len() == self.pages_of(group).len();
-        if self.carrier.is_work_of_the_device() {
-            // A step or another model may have them before they are used.
-            let mut locked = self.range.0.pager.lock();
-            locked.books.unpin_all(self.range.0.id, pinned.drain(..));
-        }
-        for &page in &self.groups[group.0 as usize].pages {
-            self.pages[page as usize].expected += 1;
-        }
-        self.next.push_back(Expected {
-            group,
-            pinned,
-            is_whole,
-        });
-        is_whole
-    }
 }
 
 impl Drop for Ahead {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
         // Nothing may be copied into pages that are given back.
-        if let Err(error) = self.wait(Carrier::settle) {
+        if let Err(error) = self.settle() {
             tracing::warn!(%error, "copies of weights were not waited for");
         }
         self.let_go_all();
         self.stop_clock();
         for group in std::mem::take(&mut self.active) {
-            let pages = self.groups[group.0 as usize].pages.iter().copied();
+            let pages = self.groups[group.number as usize].pages.iter().copied();
             let mut locked = self.range.0.pager.lock();
             locked.books.unpin_all(self.range.0.id, pages);
         }

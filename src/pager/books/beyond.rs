@@ -4,7 +4,6 @@
 
 use super::evict::{Staying, twice};
 use super::{Books, Own, ROUNDS, Spot};
-use crate::device::DeviceError;
 use crate::pages::Refused;
 use crate::units::Bytes;
 
@@ -28,17 +27,13 @@ impl Books {
                 break Ok(true);
             }
             let own = &mut self.range(id).pages;
-            let is_out = |refused: &Refused| {
-                let source = &refused.source;
-                matches!(source, DeviceError::OutOfMemory { .. })
-            };
             let page = match own.take_free() {
-                Err(refused) if is_out(&refused) => own.take_beyond(),
+                Err(refused) if refused.is_out_of_memory() => own.take_beyond(),
                 page => page,
             };
             match page {
                 Ok(page) => taken.push(page),
-                Err(error) if !is_out(&error) => break Err(error),
+                Err(error) if !error.is_out_of_memory() => break Err(error),
                 Err(_) => {
                     asked = twice(asked, wanted);
                     let victims = self.victims(Some((id, Own::Except(pages))), asked, &refused);
