@@ -152,6 +152,32 @@ pub struct StepReport {
     pub peak: Bytes,
 }
 
+impl Stats {
+    /// What went wrong, if anything did: how often, what, and how that comes about.
+    pub(crate) fn troubles(&self) -> impl Iterator<Item = (u64, &'static str, &'static str)> {
+        let troubles = [
+            (self.bad_frees, "bad frees", "no buffer was live there"),
+            (
+                self.bad_scopes,
+                "scopes closed out of order",
+                "their peaks and positions may be another's",
+            ),
+            (self.aborts, "steps aborted", "nothing was learnt from them"),
+            (
+                self.passed_through,
+                "large buffers passed through",
+                "paused, on another stream, or after a failure, the framework's own allocator serves them",
+            ),
+            (
+                self.edges_forgotten,
+                "edges forgotten (Options::edge_limit)",
+                "sizes that never repeat record for ever",
+            ),
+        ];
+        troubles.into_iter().filter(|(count, ..)| *count > 0)
+    }
+}
+
 /// Scopes that are named in the table.
 const SHOWN_SCOPES: usize = 8;
 
@@ -229,20 +255,7 @@ impl fmt::Display for Stats {
         if let Some(more) = surviving().count().checked_sub(SHOWN_SCOPES + 1) {
             write!(f, " and {} scopes more", more + 1)?;
         }
-        for (count, what) in [
-            (self.bad_frees, "bad frees"),
-            (self.bad_scopes, "scopes closed out of order"),
-            (self.aborts, "steps aborted"),
-            (self.passed_through, "large buffers passed through"),
-            (
-                self.edges_forgotten,
-                "edges forgotten (Options::edge_limit)",
-            ),
-        ] {
-            if count > 0 {
-                write!(f, "\n{count} {what}")?;
-            }
-        }
-        Ok(())
+        self.troubles()
+            .try_for_each(|(count, what, _)| write!(f, "\n{count} {what}"))
     }
 }

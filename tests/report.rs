@@ -44,13 +44,19 @@ fn run(compiler: &mut Compiler, kept: &mut Vec<Address>) {
     step.finish().unwrap();
 }
 
-#[test]
-fn buffers_have_their_scopes_lifespans_and_places() {
+/// A compiler after four such steps.
+fn settled() -> Compiler {
     let mut compiler = compiler();
     let mut kept = Vec::new();
     for _ in 0..4 {
         run(&mut compiler, &mut kept);
     }
+    compiler
+}
+
+#[test]
+fn buffers_have_their_scopes_lifespans_and_places() {
+    let mut compiler = settled();
     let report = compiler.report();
     assert_eq!(report.stats, compiler.stats());
     let branch = &report.branches[0];
@@ -164,11 +170,7 @@ fn places_are_disjoint_in_random_steps_before_and_after_a_compile() {
 
 #[test]
 fn the_page_has_all_of_it_and_fetches_nothing() {
-    let mut compiler = compiler();
-    let mut kept = Vec::new();
-    for _ in 0..4 {
-        run(&mut compiler, &mut kept);
-    }
+    let mut compiler = settled();
     let page = compiler.report().html();
     for text in [
         "<!DOCTYPE html>",

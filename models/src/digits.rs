@@ -24,12 +24,8 @@ impl Digits {
         let mut digits = Self::default();
         for label in 0..10 {
             let path = folder.join(format!("src/digits/{label}.json"));
-            let fail = |why: String| Error::Read {
-                path: path.clone(),
-                why,
-            };
-            let text = std::fs::read(&path).map_err(|error| fail(error.to_string()))?;
-            let images = parse(&text).map_err(fail)?;
+            let text = std::fs::read(&path).map_err(|error| Error::read(&path, error))?;
+            let images = parse(&text).map_err(|why| Error::read(&path, why))?;
             let count = images.len() / PIXELS;
             digits.pixels.extend(images);
             digits.labels.extend(std::iter::repeat_n(label, count));

@@ -1,6 +1,6 @@
 //! What can go wrong outside the tensors, in one line each.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A failure that a person running one of the programs can do something about.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +44,24 @@ pub enum Error {
     /// A tensor operation failed.
     #[error("{}", first_line(.0))]
     Tensor(#[from] candle_core::Error),
+}
+
+impl Error {
+    /// A file could not be read.
+    pub fn read(path: &Path, why: impl ToString) -> Self {
+        Self::Read {
+            path: path.to_path_buf(),
+            why: why.to_string(),
+        }
+    }
+
+    /// A file could not be written.
+    pub fn write(path: &Path, why: impl ToString) -> Self {
+        Self::Write {
+            path: path.to_path_buf(),
+            why: why.to_string(),
+        }
+    }
 }
 
 /// [`Error`]'s result.

@@ -13,10 +13,7 @@ const GAP: usize = 4;
 /// Checks that a file can be written at `path`, before hours are spent on its content. Leaves a file
 /// or a link that is there alone, and no file where there was none.
 pub fn check_writable(path: &Path) -> Result<()> {
-    check_opens(path).map_err(|error| Error::Write {
-        path: path.to_path_buf(),
-        why: error.to_string(),
-    })
+    check_opens(path).map_err(|error| Error::write(path, error))
 }
 
 fn check_opens(path: &Path) -> std::io::Result<()> {
@@ -57,10 +54,7 @@ pub fn write(images: &Tensor, columns: usize, path: &Path) -> Result<()> {
             }
         }
     }
-    encode(&page, width, height, path).map_err(|why| Error::Write {
-        path: path.to_path_buf(),
-        why,
-    })
+    encode(&page, width, height, path).map_err(|why| Error::write(path, why))
 }
 
 fn encode(

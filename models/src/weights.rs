@@ -106,7 +106,7 @@ pub(crate) fn bytes<'a>(kind: ModelKind, source: Source<'a>) -> Result<Cow<'a, [
         Source::Embedded => Cow::Borrowed(embedded(kind)),
         Source::Bytes(bytes) => Cow::Borrowed(bytes),
         Source::File(path) => {
-            Cow::Owned(std::fs::read(path).map_err(|error| unreadable(path, &error))?)
+            Cow::Owned(std::fs::read(path).map_err(|error| Error::read(path, error))?)
         }
     })
 }
@@ -114,14 +114,7 @@ pub(crate) fn bytes<'a>(kind: ModelKind, source: Source<'a>) -> Result<Cow<'a, [
 /// Refuses what is no file that this program may read, as [`bytes`] does.
 fn check_readable(path: &Path) -> Result<()> {
     let read = std::fs::File::open(path).and_then(|mut file| file.read(&mut [0]));
-    read.map_err(|error| unreadable(path, &error)).map(drop)
-}
-
-fn unreadable(path: &Path, error: &std::io::Error) -> Error {
-    Error::Read {
-        path: path.to_path_buf(),
-        why: error.to_string(),
-    }
+    read.map_err(|error| Error::read(path, error)).map(drop)
 }
 
 /// The tensors in those bytes, all of them finite.
@@ -163,14 +156,9 @@ pub fn save(
         .iter()
         .map(|(name, tensor)| Ok((name.as_str(), tensor.to_dtype(DType::F16)?)))
         .collect::<Result<Vec<_>>>()?;
-    let bytes = safetensors::serialize(halves, Some(notes)).map_err(|error| Error::Write {
-        path: path.to_path_buf(),
-        why: error.to_string(),
-    })?;
-    std::fs::write(path, bytes).map_err(|error| Error::Write {
-        path: path.to_path_buf(),
-        why: error.to_string(),
-    })
+    let bytes = safetensors::serialize(halves, Some(notes));
+    let bytes = bytes.map_err(|error| Error::write(path, error))?;
+    std::fs::write(path, bytes).map_err(|error| Error::write(path, error))
 }
 
 fn all_finite(tensor: &Tensor) -> Result<bool> {

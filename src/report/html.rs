@@ -136,26 +136,8 @@ fn notes(stats: &Stats) -> Markup {
             stats.breaks_step, stats.recorded_step
         ));
     }
-    if stats.passed_through > 0 {
-        notes.push(format!(
-            "{} large buffers were served by the framework's own allocator: while paused, on another stream, or \
-             after a failure.",
-            stats.passed_through
-        ));
-    }
-    for (count, what) in [
-        (stats.bad_frees, "frees at which no buffer was live"),
-        (stats.bad_scopes, "scopes closed out of order"),
-        (stats.aborts, "steps aborted"),
-        (
-            stats.edges_forgotten,
-            "edges forgotten, beyond Options::edge_limit: sizes that never repeat record for ever",
-        ),
-    ] {
-        if count > 0 {
-            notes.push(format!("{count} {what}."));
-        }
-    }
+    let troubles = stats.troubles();
+    notes.extend(troubles.map(|(count, what, why)| format!("{count} {what}: {why}.")));
     html! {
         @if !notes.is_empty() { ul { @for note in notes { li { (note) } } } }
     }
@@ -174,15 +156,16 @@ fn of_branch(report: &Report, branch: &Branch, stats: Option<&BranchStats>) -> M
             @match branch.peak() {
                 None => p { "It is not known how long its buffers lived." },
                 Some((at, peak)) => {
+                    @let at_peak: Vec<&Buffer> = branch.at_peak().collect();
                     p {
                         "Most is live after allocation " (at) " of " (branch.buffers.len()) ", in "
                         code { (report.scopes[branch.buffers[at as usize].scope]) } ": "
-                        b { (peak) } ", buffers: " (branch.at_peak().count()) "."
+                        b { (peak) } ", buffers: " (at_peak.len()) "."
                     }
                     (curve(branch, at, peak))
                     (lanes(report, branch))
                     (map(report, branch))
-                    (at_peak(report, branch, peak))
+                    (of_peak(report, branch, at_peak, peak))
                 }
             }
         }
@@ -218,13 +201,16 @@ fn lanes(report: &Report, branch: &Branch) -> Markup {
         .iter()
         .map(|path| path.split('/').collect())
         .collect();
-    let of = |buffer: &Buffer| &paths[buffer.scope];
-    let depth = branch.buffers.iter().map(|buffer| of(buffer).len()).max();
+    let depths = branch
+        .buffers
+        .iter()
+        .map(|buffer| paths[buffer.scope].len());
+    let depth = depths.max();
     // The first name is the step's, which all have.
     let rows = 1..depth.unwrap_or(1).min(ROWS + 1);
     let mut bands = Vec::new();
     for row in rows.clone() {
-        let part = |buffer: &Buffer| of(buffer).get(..=row).map(<[_]>::to_vec);
+        let part = |buffer: &Buffer| paths[buffer.scope].get(..=row);
         let mut begin = 0;
         for band in branch.buffers.chunk_by(|a, b| part(a) == part(b)) {
             let end = begin + band.len();
@@ -299,12 +285,11 @@ fn map(report: &Report, branch: &Branch) -> Markup {
     }
 }
 
-fn at_peak(report: &Report, branch: &Branch, peak: Bytes) -> Markup {
+fn of_peak(report: &Report, branch: &Branch, mut largest: Vec<&Buffer>, peak: Bytes) -> Markup {
     let share = |bytes: Bytes| bytes.0 as f64 * 100.0 / peak.0.max(1) as f64;
     let scopes = report.scopes_at_peak(branch);
     let rest = scopes.get(LINES..).unwrap_or_default();
     let rest = (rest.len(), Bytes(rest.iter().map(|(_, b, _)| b.0).sum()));
-    let mut largest: Vec<&Buffer> = branch.at_peak().collect();
     largest.sort_by_key(|buffer| Reverse(buffer.size));
     largest.truncate(LINES);
     html! {

@@ -116,10 +116,7 @@ impl Arguments {
         let Some(path) = self.report() else {
             return Ok(());
         };
-        std::fs::write(&path, report.html()).map_err(|error| Error::Write {
-            path: path.clone(),
-            why: error.to_string(),
-        })?;
+        std::fs::write(&path, report.html()).map_err(|error| Error::write(&path, error))?;
         say(format_args!("where the memory goes: {}", path.display()))
     }
 }

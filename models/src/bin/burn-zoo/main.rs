@@ -97,10 +97,8 @@ fn measure(arguments: &Arguments) -> Result<bool> {
             if arguments.small {
                 command.arg("--small");
             }
-            let status = command.status().map_err(|error| Error::Read {
-                path: program.clone(),
-                why: error.to_string(),
-            })?;
+            let status = command.status();
+            let status = status.map_err(|error| Error::read(program, error))?;
             is_right &= status.success();
         }
         is_right &= network(arguments, kind)?;
