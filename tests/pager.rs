@@ -482,34 +482,21 @@ fn bytes_outside_the_range_are_an_error() {
     ));
 }
 
-#[test]
-fn each_failed_call_of_a_pin_leaves_the_pager_as_good_as_new() {
+/// Runs a program with each of its device calls failing, once and for good, after it has said from when on; until
+/// there are no more than `least`. It returns how many calls failed, and leaves nothing.
+fn each_failed_call(least: u64, program: impl Fn(&CountingHost, &dyn Fn()) -> u64) {
     for repeat in [Repeat::Once, Repeat::Always] {
         for n in 0.. {
-            let (device, pager) = pager(4);
-            let old = pager.range(pages(4)).unwrap();
-            let kept = pin(&old, 0, 1).unwrap();
-            turn(&old, 4);
-            let new = pager.range(pages(3)).unwrap();
+            let device = counting_host(pages(1));
             let code = DeviceError::Driver {
                 call: Call::Map,
                 code: 1,
             };
-            device.upstream().fail_at(n, code, repeat);
-            let refused = new.pin(Bytes::ZERO, pages(3), Stamp::NEVER);
-            let failures = device.upstream().failures();
-            assert!(failures > 0 || matches!(refused, Ok(Pin::Resident(_))));
-            drop(refused);
-            device.upstream().disarm();
-            assert!(pin(&new, 0, 3).is_some());
-            assert!(device.books().held_peak <= pages(4));
-            drop((kept, old, new));
-            assert!(device.is_empty(), "call {n}: {:?}", device.books());
+            let failures = program(&device, &|| {
+                device.upstream().fail_at(n, code.clone(), repeat)
+            });
             if failures == 0 {
-                assert!(
-                    n > 9,
-                    "three evictions and three arrivals are more than {n} calls"
-                );
+                assert!(n > least, "evictions and arrivals are more than {n} calls");
                 break;
             }
         }
@@ -517,42 +504,53 @@ fn each_failed_call_of_a_pin_leaves_the_pager_as_good_as_new() {
 }
 
 #[test]
+fn each_failed_call_of_a_pin_leaves_the_pager_as_good_as_new() {
+    // Three evictions and three arrivals.
+    each_failed_call(9, |device, fail| {
+        let pager = Pager::new(device.clone(), Some(pages(4))).unwrap();
+        let old = pager.range(pages(4)).unwrap();
+        let kept = pin(&old, 0, 1).unwrap();
+        turn(&old, 4);
+        let new = pager.range(pages(3)).unwrap();
+        fail();
+        let refused = new.pin(Bytes::ZERO, pages(3), Stamp::NEVER);
+        let failures = device.upstream().failures();
+        assert!(failures > 0 || matches!(refused, Ok(Pin::Resident(_))));
+        drop(refused);
+        device.upstream().disarm();
+        assert!(pin(&new, 0, 3).is_some());
+        assert!(device.books().held_peak <= pages(4));
+        drop((kept, old, new));
+        assert!(device.is_empty(), "{:?}", device.books());
+        failures
+    });
+}
+
+#[test]
 fn each_failed_call_of_a_pin_past_the_limit_leaves_the_pager_as_good_as_new() {
-    for repeat in [Repeat::Once, Repeat::Always] {
-        for n in 0.. {
-            let device = counting_host(pages(1));
-            let pager = Pager::with_limit(device.clone(), Some(pages(4)), Some(pages(3))).unwrap();
-            let range = pager.range(pages(8)).unwrap();
-            let kept = pin(&range, 0, 1).unwrap();
-            turn(&range, 3);
-            let code = DeviceError::Driver {
-                call: Call::Map,
-                code: 1,
-            };
-            device.upstream().fail_at(n, code, repeat);
-            let refused = range.pin_beyond(pages(4), pages(3), Stamp::NEVER);
-            let failures = device.upstream().failures();
-            assert!(failures > 0 || refused.is_ok());
-            drop(refused);
-            device.upstream().disarm();
-            assert!(range.pin_beyond(pages(4), pages(3), Stamp::NEVER).is_ok());
-            assert_eq!(
-                range.residency(Bytes::ZERO, pages(1)).unwrap().pinned,
-                pages(1)
-            );
-            assert!(pager.stats().used <= pages(3), "{:?}", pager.stats());
-            assert!(device.books().held_peak <= pages(4));
-            drop((kept, range));
-            assert!(device.is_empty(), "call {n}: {:?}", device.books());
-            if failures == 0 {
-                assert!(
-                    n > 9,
-                    "two evictions and three arrivals are more than {n} calls"
-                );
-                break;
-            }
-        }
-    }
+    // Two evictions and three arrivals.
+    each_failed_call(9, |device, fail| {
+        let pager = Pager::with_limit(device.clone(), Some(pages(4)), Some(pages(3))).unwrap();
+        let range = pager.range(pages(8)).unwrap();
+        let kept = pin(&range, 0, 1).unwrap();
+        turn(&range, 3);
+        fail();
+        let refused = range.pin_beyond(pages(4), pages(3), Stamp::NEVER);
+        let failures = device.upstream().failures();
+        assert!(failures > 0 || refused.is_ok());
+        drop(refused);
+        device.upstream().disarm();
+        assert!(range.pin_beyond(pages(4), pages(3), Stamp::NEVER).is_ok());
+        assert_eq!(
+            range.residency(Bytes::ZERO, pages(1)).unwrap().pinned,
+            pages(1)
+        );
+        assert!(pager.stats().used <= pages(3), "{:?}", pager.stats());
+        assert!(device.books().held_peak <= pages(4));
+        drop((kept, range));
+        assert!(device.is_empty(), "{:?}", device.books());
+        failures
+    });
 }
 
 #[test]
