@@ -47,10 +47,13 @@ pub struct Options {
     /// when this is more. They cost no memory;
     /// make it smaller where the system refuses (`ulimit -v`, valgrind).
     pub address_space: Bytes,
+    /// What the hashes of states are keyed with; `None` for a random key, so that no program can be made to
+    /// confuse two states. For runs that are to be the same, bit for bit of their books.
+    pub hash_seed: Option<u64>,
 }
 
 impl Default for Options {
-    /// Not strict, no budget, a threshold of 16 KiB, 200,000 edges, 256 GiB of addresses.
+    /// Not strict, no budget, a threshold of 16 KiB, 200,000 edges, 256 GiB of addresses, a random key.
     fn default() -> Self {
         Self {
             strict: false,
@@ -59,6 +62,7 @@ impl Default for Options {
             edge_limit: 200_000,
             compile_after: None,
             address_space: Bytes::gib(256),
+            hash_seed: None,
         }
     }
 }

@@ -90,6 +90,8 @@ struct SpaceBooks {
     /// Most virtual pages that this space may have.
     page_limit: u32,
     frame_of: Vec<u32>,
+    /// For each page, the number of the mapping that put its frame there.
+    since: Vec<u64>,
     /// Frames with no used unit.
     free: BitSet,
     /// Gaps of partly used frames: `(len, frame, start)`.
@@ -101,6 +103,32 @@ struct SpaceBooks {
     holes: BTreeSet<(u32, u32)>,
     /// Pages at which the windows are worth looking through.
     crowded_at: u32,
+}
+
+impl SpaceBooks {
+    /// Has as many pages at least, those behind the present ones without a frame.
+    fn grow(&mut self, page_count: usize) {
+        if page_count > self.frame_of.len() {
+            self.frame_of.resize(page_count, NO_FRAME);
+            self.since.resize(page_count, 0);
+        }
+    }
+
+    /// Forgets the pages behind the last one that has a frame.
+    fn shrink(&mut self) {
+        let used = self.frame_of.iter().rposition(|&frame| frame != NO_FRAME);
+        let page_count = used.map_or(0, |last| last + 1);
+        self.frame_of.truncate(page_count);
+        self.frame_of.shrink_to_fit();
+        self.since.truncate(page_count);
+        self.since.shrink_to_fit();
+    }
+
+    /// Puts a frame under a page, counted from the first.
+    fn set_frame(&mut self, page: usize, frame: u32, mapping: u64) {
+        self.frame_of[page] = frame;
+        self.since[page] = mapping;
+    }
 }
 
 /// Windows that are tried, as long or longer and then shorter, before new virtual pages are taken.
@@ -120,6 +148,8 @@ pub(crate) struct Placer {
     retired: Vec<u32>,
     spaces: [SpaceBooks; 2],
     epoch: u64,
+    /// Frames that were put under a page so far.
+    mappings: u64,
 }
 
 impl Placer {
@@ -141,6 +171,7 @@ impl Placer {
             retired: Vec::new(),
             spaces: [space(0, split), space(split, page_limit - split)],
             epoch: 0,
+            mappings: 0,
         }
     }
 
@@ -182,6 +213,15 @@ impl Placer {
             .get((page - space.first_page) as usize)
             .copied()
             .unwrap_or(NO_FRAME)
+    }
+
+    /// Number of the latest mapping under a place, all of whose pages have a frame: while it stays, so do
+    /// the frames.
+    pub fn since(&self, place: Place) -> u64 {
+        let first = place.start >> self.shift;
+        let books = &self.spaces[self.space_of(first) as usize];
+        let pages = split(place, self.shift).map(|(page, ..)| (page - books.first_page) as usize);
+        pages.map(|page| books.since[page]).max().unwrap_or(0)
     }
 
     /// The virtual pages over a frame.
@@ -532,11 +572,10 @@ impl Placer {
             self.frames[number as usize].aliases.push(page);
             let books = &mut self.spaces[index];
             let at = (page - books.first_page) as usize;
-            if at >= books.frame_of.len() {
-                books.frame_of.resize(at + 1, NO_FRAME);
-            }
+            books.grow(at + 1);
             debug_assert_eq!(books.frame_of[at], NO_FRAME);
-            books.frame_of[at] = number;
+            self.mappings += 1;
+            books.set_frame(at, number, self.mappings);
             numbers.push(number);
         }
         self.occupy(plan.place);

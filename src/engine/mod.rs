@@ -51,7 +51,7 @@ use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
 use crate::graph::{Graph, Kind};
-use crate::mix::MixBuild;
+use crate::mix::{Key, MixBuild};
 use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::prefetch::prefetch;
@@ -221,7 +221,7 @@ impl Engine {
             hash: 0,
             scopes: Scopes::default(),
             table: LiveTable::default(),
-            graph: Graph::default(),
+            graph: Graph::new(Key::new(options.hash_seed)),
             live: 0,
             recent_peak: 0,
             own_count: 0,
@@ -545,16 +545,16 @@ impl Engine {
         }
         self.note_trims();
         let place = place.map_err(|refusal| self.error(refusal, len))?;
-        let number = match self.graph.placement_at(place) {
+        // Outside of the state nothing counts on the pages under a place.
+        let (kind, since) = match space {
+            Space::Step => (Kind::Own, self.arena.placer.since(place)),
+            Space::Survivors => (Kind::Survivor, 0),
+        };
+        let number = match self.graph.placement_at(place, since) {
             Some(number) => number,
             None => {
                 let slot = self.table.slot(place.start);
-                let kind = if space == Space::Step {
-                    Kind::Own
-                } else {
-                    Kind::Survivor
-                };
-                self.graph.add_placement(place, slot, kind)
+                self.graph.add_placement(place, since, slot, kind)
             }
         };
         self.set_known(number);

@@ -46,8 +46,8 @@ impl Engine {
             let is_obstacle = matches!(placement.kind, Kind::Obstacle | Kind::Own);
             let number = if is_obstacle && starts.is_some() {
                 // Its identity moves away: it is never again what it was to the state.
-                self.graph
-                    .add_placement(placement.place, slot, Kind::Obstacle)
+                let (place, since) = (placement.place, placement.since);
+                self.graph.add_placement(place, since, slot, Kind::Obstacle)
             } else {
                 let number = self.graph.keep_placement(placement);
                 placements.insert(old_number, number);
@@ -75,6 +75,7 @@ impl Engine {
                 let mut placement = old.placements[entry.placement as usize];
                 if let Some(starts) = starts {
                     placement.place.start = starts[&entry.placement];
+                    placement.since = self.arena.placer.since(placement.place);
                     placement.kind = Kind::Own;
                     self.arena.placer.offer(placement.place);
                 }

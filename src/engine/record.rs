@@ -161,14 +161,13 @@ impl Engine {
         }
     }
 
-    /// Whether nothing lies in the way of an edge's placement; completes its frames.
+    /// Whether nothing lies in the way of an edge's placement; completes its frames. It is asked of every
+    /// edge that is looked up: a step seldom does, and what is wrong with a graph ends here.
     fn is_usable(&mut self, edge: u32) -> Result<bool, Error> {
-        if self.obstacles == 0 && !self.arena.is_trimmed() {
-            return Ok(true);
-        }
         self.sync_placer();
         let place = self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
         if !self.arena.placer.is_free(place) {
+            debug_assert!(self.obstacles > 0, "an edge is disjoint from its state");
             return Ok(false);
         }
         self.arena.is_pinned = self.shared.is_pinned();
@@ -187,8 +186,7 @@ impl Engine {
             self.recording = None;
         }
         let number = self.graph.edges[edge as usize].placement;
-        self.sync_placer();
-        // Known to the placer at once, or a free before the next look would go unseen.
+        // Known to the placer at once, or a free before the next look would go unseen. It is up to date.
         let placement = self.graph.placements[number as usize];
         self.arena.placer.occupy(placement.place);
         self.set_known(number);

@@ -10,7 +10,11 @@
 //! live bits ([`live::LiveTable`]). Frees need no edge. Where a recorded path reaches a known hash it
 //! has joined the graph.
 //!
+//! A placement is a place *over certain pages*: where a window was taken away and its addresses were mapped
+//! anew, the same place has a new identity, and no state or edge of before is reached through it.
+//!
 //! Invariants:
+//! - no two placements ever have one identity, and no placement's pages change while it has its own;
 //! - the placement of a living edge shares no byte of a frame with any placement of its source state
 //!   (tests and `validate` check it, nothing here can);
 //! - a state has at most one living edge for a size.
@@ -23,18 +27,21 @@ pub(crate) mod tape;
 
 use std::collections::HashMap;
 
-use crate::mix::{self, MixBuild};
+use crate::mix::{Key, MixBuild};
 use crate::placer::{Place, Units};
 
 const NONE: u32 = u32::MAX;
 
-/// One place that buffers were put at, at one time or many.
+/// One place over one row of pages that buffers were put at, at one time or many.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placement {
-    /// What it is to a state's hash: made from a number of its own, so that it stays true when a compile
+    /// What it is to a state's hash: made from an identity of its own, so that it stays true when a compile
     /// moves the place.
     pub mix: u128,
     pub place: Place,
+    /// Number of the latest mapping under the place. Where the pages were mapped anew since, the place is
+    /// another placement, with another identity: states are sets of bytes of frames, not of offsets.
+    pub since: u64,
     /// Its entry in the live table.
     pub slot: u32,
     pub kind: Kind,
@@ -73,9 +80,13 @@ pub(crate) struct Edge {
     pub dead: bool,
 }
 
+/// The identity of no placement; keys of answers are made from it.
+const NOWHERE: u64 = 0;
+
 /// States, edges and placements; see the module's page.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Graph {
+    key: Key,
     /// The edge that was recorded last in each state; by half of the hash, since it is only shown.
     states: HashMap<u64, u32, MixBuild>,
     /// The living edge for a size in a state, by [`key`].
@@ -84,16 +95,29 @@ pub(crate) struct Graph {
     pub placements: Vec<Placement>,
     by_place: HashMap<Place, u32, MixBuild>,
     dead: usize,
-    /// Placements that were ever added, here or in the graph before.
-    identities: u32,
+    /// Identities that were ever given, here or in the graph before; none is given twice.
+    identities: u64,
 }
 
 impl Graph {
+    pub fn new(key: Key) -> Self {
+        Self {
+            key,
+            states: HashMap::default(),
+            answers: HashMap::default(),
+            edges: Vec::new(),
+            placements: Vec::new(),
+            by_place: HashMap::default(),
+            dead: 0,
+            identities: NOWHERE,
+        }
+    }
+
     /// Leaves an empty graph that goes on numbering where this one ended; returns this one.
     pub fn after(graph: &mut Self) -> Self {
         let new = Self {
             identities: graph.identities,
-            ..Self::default()
+            ..Self::new(graph.key)
         };
         std::mem::replace(graph, new)
     }
@@ -108,7 +132,7 @@ impl Graph {
 
     /// The edge for an allocation of `len` in `state`.
     pub fn edge(&self, state: u128, len: Units) -> Option<u32> {
-        self.answers.get(&key(state, len)).copied()
+        self.answers.get(&self.question(state, len)).copied()
     }
 
     /// A size that is recorded for a state, the latest.
@@ -124,22 +148,25 @@ impl Graph {
             .len
     }
 
-    /// The number of a placement that was made before.
-    pub fn placement_at(&self, place: Place) -> Option<u32> {
-        self.by_place.get(&place).copied()
+    /// The number of a placement that was made before, over the pages that have been there `since`.
+    pub fn placement_at(&self, place: Place, since: u64) -> Option<u32> {
+        let number = self.by_place.get(&place).copied()?;
+        (self.placements[number as usize].since == since).then_some(number)
     }
 
-    pub fn add_placement(&mut self, place: Place, slot: u32, kind: Kind) -> u32 {
+    /// Adds a placement, over pages that have been there `since`, with an identity that none ever had.
+    pub fn add_placement(&mut self, place: Place, since: u64, slot: u32, kind: Kind) -> u32 {
         let number = u32::try_from(self.placements.len()).expect("placements are numbered by u32");
         assert!(
             number < live::PLACEMENT_LIMIT,
             "the live table numbers 2^30 placements"
         );
-        // The largest number stands for "nowhere" in keys.
-        self.identities = (self.identities + 1) % Units::MAX;
+        // 2^64 of them are not used up: one each nanosecond would take 500 years.
+        self.identities += 1;
         self.placements.push(Placement {
-            mix: mix::mix(self.identities, place.len),
+            mix: self.key.mix(self.identities, place.len),
             place,
+            since,
             slot,
             kind,
         });
@@ -156,7 +183,8 @@ impl Graph {
             dead: false,
         });
         self.states.insert(state as u64, number);
-        if let Some(dead) = self.answers.insert(key(state, self.len_of(number)), number) {
+        let question = self.question(state, self.len_of(number));
+        if let Some(dead) = self.answers.insert(question, number) {
             debug_assert!(self.edges[dead as usize].dead);
         }
         number
@@ -182,9 +210,9 @@ impl Graph {
         self.edges[edge as usize].dead = true;
         self.dead += 1;
     }
-}
 
-/// Names a size in a state: the hash of a state in which a buffer of that size lies nowhere.
-fn key(state: u128, len: Units) -> u128 {
-    state ^ mix::mix(Units::MAX, len)
+    /// Names a size in a state: the hash of a state in which a buffer of that size lies nowhere.
+    fn question(&self, state: u128, len: Units) -> u128 {
+        state ^ self.key.mix(NOWHERE, len)
+    }
 }

@@ -72,12 +72,10 @@ impl Placer {
         for &(page, _) in &away {
             books.frame_of[(page - books.first_page) as usize] = NO_FRAME;
         }
-        let end = (first - books.first_page) as usize + frames.len();
-        if books.frame_of.len() < end {
-            books.frame_of.resize(end, NO_FRAME);
-        }
+        books.grow((first - books.first_page) as usize + frames.len());
         for (page, &frame) in (first..).zip(frames) {
-            books.frame_of[(page - books.first_page) as usize] = frame;
+            self.mappings += 1;
+            books.set_frame((page - books.first_page) as usize, frame, self.mappings);
             self.frames[frame as usize].aliases.push(page);
         }
         books.freed.clear();

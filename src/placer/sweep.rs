@@ -103,9 +103,7 @@ impl Placer {
     /// Forgets those of these frames that stand nowhere any more, and the pages behind the last one in use.
     pub(super) fn forget_unmapped(&mut self, space: Space, frames: Vec<u32>) -> Vec<u32> {
         let books = &mut self.spaces[space as usize];
-        let used = books.frame_of.iter().rposition(|&frame| frame != NO_FRAME);
-        books.frame_of.truncate(used.map_or(0, |last| last + 1));
-        books.frame_of.shrink_to_fit();
+        books.shrink();
         books.find_holes();
         let gone: Vec<u32> = frames
             .into_iter()

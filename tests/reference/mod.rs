@@ -15,6 +15,7 @@ pub mod many;
 mod memory;
 pub mod pair;
 pub mod program;
+pub mod storm;
 pub mod weights;
 
 use std::collections::{BTreeMap, BTreeSet};

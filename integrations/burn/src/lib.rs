@@ -103,6 +103,7 @@ impl Options {
             address_space: self.address_space,
             edge_limit: self.edge_limit,
             compile_after: self.compile_after,
+            hash_seed: None,
         }
     }
 }

@@ -158,6 +158,7 @@ fn core_options(options: &Options, budget: Option<Bytes>) -> memory_compiler::Op
         address_space: options.address_space,
         edge_limit: options.edge_limit,
         compile_after: options.compile_after,
+        hash_seed: None,
     }
 }
 
