@@ -228,16 +228,24 @@ impl Compiler {
             .compile(COMPILE_TIME)
     }
 
-    /// Keeps every address, and the memory under it, as it is until the guard is dropped: for addresses
-    /// that were captured, in a CUDA graph for instance. [`compile`](Self::compile) and
-    /// [`trim`](Self::trim) are refused meanwhile, and no idle page is given back under pressure.
+    /// Keeps every address, and the memory under it, for what is captured there until the guard is dropped: pin
+    /// the layout, capture a step that was recorded before (into a CUDA graph, say), and launch it while the
+    /// guard lives, which may be longer than the compiler does.
+    ///
+    /// Meanwhile nothing but what is captured lies in memory that a recorded step writes: a launch never
+    /// overwrites a buffer of anybody else. A step that is captured is served at its recorded addresses, and
+    /// asked for more than was recorded it is told [`Error::Captured`]. One that is not is served in memory
+    /// of its own, more slowly (each of its allocations is counted as a survivor), and nothing is learnt from
+    /// it; [`compile`](Self::compile) and [`trim`](Self::trim) are refused, and no idle page is given back
+    /// under pressure.
     ///
     /// # Errors
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
-        shared.pin();
+        let engine = self.engine().ok_or(Error::StepActive)?;
+        engine.pin();
+        let shared = Arc::clone(&engine.shared);
         Ok(PinnedLayout { shared })
     }
 
@@ -255,7 +263,7 @@ impl Compiler {
     }
 }
 
-/// While this lives, the layout of its compiler stays as it is.
+/// While this lives, the layout of its compiler stays as it is, also when the compiler was dropped.
 #[derive(Debug)]
 #[must_use = "the layout is pinned until this is dropped: bind it with `let _pinned = …`"]
 pub struct PinnedLayout {
@@ -264,7 +272,7 @@ pub struct PinnedLayout {
 
 impl Drop for PinnedLayout {
     fn drop(&mut self) {
-        self.shared.unpin();
+        current::unpin(&self.shared);
     }
 }
 

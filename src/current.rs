@@ -21,7 +21,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::bookkeeping::Bookkeeping;
 use crate::device::{Call, Fence, StreamId};
-use crate::engine::{Allocation, By, Engine, OnError, Shared};
+use crate::engine::{Allocation, By, Engine, OnError, Remote, Shared};
 use crate::error::{BadFree, Error};
 use crate::units::{Address, Bytes};
 
@@ -366,7 +366,7 @@ pub(crate) fn free_elsewhere(
     Ok(())
 }
 
-/// Ends a compiler: at once, or with its last buffer.
+/// Ends a compiler: at once, or with its last buffer or guard.
 pub(crate) fn orphan(engine: Box<Engine>) {
     let _bookkeeping = Bookkeeping::begin();
     let shared = Arc::clone(&engine.shared);
@@ -374,11 +374,18 @@ pub(crate) fn orphan(engine: Box<Engine>) {
     reap(&shared);
 }
 
-/// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
+/// Tells an engine that a guard of its layout is gone.
+pub(crate) fn unpin(shared: &Arc<Shared>) {
+    let _bookkeeping = Bookkeeping::begin();
+    shared.handover.push(Remote::Unpinned);
+    reap(shared);
+}
+
+/// Applies what waits for a compiler that was dropped; its last buffer or guard ends its engine.
 fn reap(shared: &Arc<Shared>) {
     let ended = shared.handover.reap(|engine| {
         engine.drain_orphan();
-        let is_empty = engine.live_count() == 0;
+        let is_empty = engine.live_count() == 0 && !engine.is_pinned();
         if is_empty {
             deregister(shared);
         }

@@ -130,6 +130,18 @@ pub enum Error {
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,
+    /// An allocation that is not recorded was asked for while the step is captured into a graph, which only a
+    /// step that replays can be.
+    #[error(
+        "{asked} in {scope} is not recorded, and the stream is being captured (run the step to its end without a \
+         capture first, pin the layout, and capture the same step)"
+    )]
+    Captured {
+        /// Path of the innermost open scope.
+        scope: String,
+        /// Size of the allocation.
+        asked: Bytes,
+    },
     /// The layout is pinned: addresses and the memory under them must stay.
     #[error("the layout is pinned (a `PinnedLayout` of this compiler lives)")]
     Pinned,

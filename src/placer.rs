@@ -22,8 +22,9 @@
 //!
 //! Invariants:
 //! - `frames[f].aliases` is the inverse of `frame_of`;
-//! - a frame with no used unit is in its space's `free`, and only such frames are;
-//! - the gaps of a partly used frame are sorted, not empty, not adjacent, and all in `gaps`.
+//! - a frame with no used unit is in its space's `free`, and only such frames are, unless it is locked;
+//! - the gaps of a partly used frame are sorted, not empty, not adjacent, and all in `gaps`, unless it is
+//!   locked.
 //!
 //! May import: `bits`.
 
@@ -81,6 +82,8 @@ struct Frame {
     mentions: u32,
     space: usize,
     stamp: u64,
+    /// No new place may lie in it; what an edge leads to still may.
+    is_locked: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -122,6 +125,13 @@ impl SpaceBooks {
         self.frame_of.shrink_to_fit();
         self.since.truncate(page_count);
         self.since.shrink_to_fit();
+    }
+
+    /// Makes a gap one to be found, unless it is in a locked frame.
+    fn offer_gap(&mut self, is_locked: bool, gap: (Units, u32, Units)) {
+        if !is_locked {
+            self.gaps.insert(gap);
+        }
     }
 
     /// Puts a frame under a page, counted from the first.
@@ -318,7 +328,7 @@ impl Placer {
                 for (gap, gap_len) in [(0, start), (start + len, self.page_units - start - len)] {
                     if gap_len > 0 {
                         frame.gaps.push((gap, gap_len));
-                        space.gaps.insert((gap_len, number, gap));
+                        space.offer_gap(frame.is_locked, (gap_len, number, gap));
                     }
                 }
             }
@@ -333,7 +343,7 @@ impl Placer {
                 .into_iter()
                 .filter(|&(_, gap_len)| gap_len > 0);
             for (gap, gap_len) in kept.clone() {
-                space.gaps.insert((gap_len, number, gap));
+                space.offer_gap(frame.is_locked, (gap_len, number, gap));
             }
             frame.gaps.splice(at..=at, kept);
         }
@@ -348,7 +358,9 @@ impl Placer {
             for (gap, gap_len) in frame.gaps.drain(..) {
                 space.gaps.remove(&(gap_len, number, gap));
             }
-            space.free.insert(number);
+            if !frame.is_locked {
+                space.free.insert(number);
+            }
             return;
         }
         let at = frame.gaps.partition_point(|&(gap, _)| gap < start);
@@ -365,7 +377,44 @@ impl Placer {
         for (gap, gap_len) in frame.gaps.splice(first..last, [(from, to - from)]) {
             space.gaps.remove(&(gap_len, number, gap));
         }
-        space.gaps.insert((to - from, number, from));
+        space.offer_gap(frame.is_locked, (to - from, number, from));
+    }
+
+    /// Lets no new place lie in these frames, until [`unlock_all`](Self::unlock_all).
+    pub fn lock(&mut self, frames: impl Iterator<Item = u32>) {
+        for number in frames {
+            let frame = &mut self.frames[number as usize];
+            let space = &mut self.spaces[frame.space];
+            frame.is_locked = true;
+            space.free.remove(number);
+            for &(gap, gap_len) in &frame.gaps {
+                space.gaps.remove(&(gap_len, number, gap));
+            }
+        }
+    }
+
+    /// Lets places lie in all frames again.
+    pub fn unlock_all(&mut self) {
+        for (number, frame) in (0..).zip(&mut self.frames) {
+            if !std::mem::take(&mut frame.is_locked) {
+                continue;
+            }
+            let space = &mut self.spaces[frame.space];
+            if frame.used == 0 {
+                space.free.insert(number);
+            }
+            for &(gap, gap_len) in &frame.gaps {
+                space.gaps.insert((gap_len, number, gap));
+            }
+        }
+    }
+
+    /// Frames under what an edge leads to.
+    pub fn mentioned(&self) -> impl Iterator<Item = u32> + '_ {
+        let frames = (0..).zip(&self.frames);
+        frames
+            .filter(|(_, frame)| frame.mentions > 0)
+            .map(|(number, _)| number)
     }
 
     /// Chooses a place of `len` units; `None` when the space has no addresses left.
@@ -529,7 +578,10 @@ impl Placer {
             return false;
         };
         for (i, &frame) in window.iter().enumerate() {
-            if frame == NO_FRAME || self.frames[frame as usize].stamp == self.epoch {
+            if frame == NO_FRAME
+                || self.frames[frame as usize].stamp == self.epoch
+                || self.frames[frame as usize].is_locked
+            {
                 return false;
             }
             let len = if i + 1 == count as usize {

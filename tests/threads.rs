@@ -418,6 +418,13 @@ fn frees_of_other_streams_wait_for_the_end_of_a_capture() {
     let streams = Arc::new(Streams::new(counting.clone()));
     let mut compiler = Compiler::new(streams.clone(), options()).expect("a compiler");
     let own = StreamId(0);
+    // Only what was recorded can be captured.
+    let step = compiler.begin("step").expect("a step");
+    let recorded = [2, 3, 5, 7].map(|pages| here(&step, pages * PAGE));
+    recorded
+        .into_iter()
+        .for_each(|at| step.free(at).expect("live"));
+    step.finish().expect("the step ends well");
     for turn in 0..3 {
         let step = compiler.begin("step").expect("a step");
         let [a, b, c] = [2, 3, 5].map(|pages| here(&step, pages * PAGE));

@@ -54,10 +54,10 @@ impl Engine {
     fn lay_out(&mut self, time_limit: Duration, for_addresses: bool) -> Result<Compiled, Error> {
         let began = Instant::now();
         debug_assert!(self.active.is_none());
-        if self.shared.is_pinned() {
+        self.drain();
+        if self.is_pinned() {
             return Err(Error::Pinned);
         }
-        self.drain();
         self.end_young();
         self.settle_survivors(false);
         self.sync_placer();

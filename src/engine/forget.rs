@@ -23,7 +23,7 @@ impl Engine {
             self.graph.edges.len() > self.edge_limit || self.scopes.remembered() > self.scope_limit;
         // Of those most are survivors' places, which go with no branch.
         let has_places = self.graph.placements.len() > self.place_limit;
-        if !(is_full || has_places) || self.shared.is_pinned() {
+        if !(is_full || has_places) || self.is_pinned() {
             return;
         }
         debug_assert_eq!(self.own_count, 0);

@@ -1,5 +1,5 @@
-//! What passes between an engine and other threads: frees that wait for it, and the engine itself once
-//! its compiler is gone.
+//! What passes between an engine and other threads: frees and ends of pins that wait for it, and the engine
+//! itself once its compiler is gone.
 //!
 //! ```text
 //!   another thread:   push ─────────────┐ then reap: is the engine an orphan? serve it
@@ -100,7 +100,8 @@ impl<F, E> Handover<F, E> {
 
 #[cfg(all(loom, test))]
 mod tests {
-    //! An engine here is the number of its live buffers; a free is worth one.
+    //! An engine here is the number of its live buffers and of the guards that pin it; a free is worth one, and
+    //! so is the end of a guard.
 
     use loom::sync::Arc;
     use loom::sync::atomic::{AtomicUsize, Ordering};

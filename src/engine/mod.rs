@@ -11,6 +11,7 @@
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
 //!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
+//!   addresses that were captured                                                (pinned.rs)
 //!   what a report shows of all this                                             (buffers.rs)
 //! ```
 //!
@@ -31,6 +32,7 @@ mod buffers;
 mod compile;
 mod forget;
 mod handover;
+mod pinned;
 mod rebuild;
 mod record;
 mod shared;
@@ -42,7 +44,7 @@ use std::time::Instant;
 
 use shared::{Home, this_thread};
 
-pub(crate) use shared::Shared;
+pub(crate) use shared::{Remote, Shared};
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
@@ -172,6 +174,10 @@ pub(crate) struct Engine {
     paused_cursor: usize,
     /// The thread of the last step; 0 before the first.
     home_thread: u64,
+    /// Guards that hold the layout.
+    pins: u64,
+    /// Placements in the survivors' space that were captured in this step, in frames that are not locked yet.
+    captured: Vec<u32>,
     active: Option<Active>,
     last_aborted: bool,
     finished: HashSet<u32, MixBuild>,
@@ -201,6 +207,8 @@ struct Active {
     /// Whether a step of this name has finished and no survivor of it was learnt since: breaks count,
     /// and strict applies.
     graded: bool,
+    /// Whether the step is run for what it does alone: its layout is pinned, and nothing is learnt from it.
+    is_apart: bool,
     began: Instant,
     calls_before: u64,
     error: Option<Error>,
@@ -245,6 +253,8 @@ impl Engine {
             paused_cursor: usize::MAX,
             stream: StreamId::default(),
             home_thread: 0,
+            pins: 0,
+            captured: Vec::new(),
             serial: 0,
             active: None,
             last_aborted: false,
@@ -403,18 +413,22 @@ impl Engine {
         self.recent_peak = self.live;
     }
 
-    /// Applies the frees that other threads queued. One that the device cannot order behind the work of
+    /// Applies what other threads queued. A free that the device cannot order behind the work of
     /// its stream, or not while that is captured into a graph, stays queued, and its buffer live, until a
     /// later call can.
     #[cold]
     pub fn drain(&mut self) {
-        for freed in self.shared.handover.take() {
+        for remote in self.shared.handover.take() {
+            let Remote::Freed(freed) = remote else {
+                self.unpin();
+                continue;
+            };
             let is_captured = || self.arena.device().is_capturing(self.stream);
             if freed
                 .fence
                 .is_some_and(|fence| is_captured() || !self.is_behind(fence))
             {
-                self.shared.handover.push(freed);
+                self.shared.handover.push(remote);
                 continue;
             }
             // Counted where it is bad; nobody waits for the answer.
@@ -461,7 +475,11 @@ impl Engine {
     /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
     /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
     pub fn drain_orphan(&mut self) {
-        for freed in self.shared.handover.take() {
+        for remote in self.shared.handover.take() {
+            let Remote::Freed(freed) = remote else {
+                self.unpin();
+                continue;
+            };
             if let Some(fence) = freed.fence {
                 drop(self.arena.device().wait(self.stream, fence));
             }
@@ -534,7 +552,7 @@ impl Engine {
     /// Places a buffer in a space and makes it live, outside the state where `kind` says so.
     fn place(&mut self, len: Units, space: Space) -> Result<u32, Error> {
         self.sync_placer();
-        self.arena.is_pinned = self.shared.is_pinned();
+        self.arena.is_pinned = self.is_pinned();
         let mut place = self.arena.place(len, space);
         if space == Space::Survivors
             && place == Err(Refusal::AddressSpace)

@@ -61,6 +61,9 @@ impl Engine {
 
     fn serve(&mut self, len: Units, on_error: OnError) -> Result<Allocation, Error> {
         let position = self.scopes.position(len);
+        if self.is_pinned() {
+            return self.serve_pinned(len, position);
+        }
         if self.survivors.contains(&position) {
             return self.serve_survivor(len, position);
         }
@@ -113,7 +116,11 @@ impl Engine {
         }
     }
 
-    fn serve_survivor(&mut self, len: Units, position: Position) -> Result<Allocation, Error> {
+    pub(super) fn serve_survivor(
+        &mut self,
+        len: Units,
+        position: Position,
+    ) -> Result<Allocation, Error> {
         let number = self.place(len, Space::Survivors)?;
         let placement = self.graph.placements[number as usize];
         let followed = self.tapes.tape.get(self.tapes.cursor).is_some_and(|entry| {
@@ -163,14 +170,14 @@ impl Engine {
 
     /// Whether nothing lies in the way of an edge's placement; completes its frames. It is asked of every
     /// edge that is looked up: a step seldom does, and what is wrong with a graph ends here.
-    fn is_usable(&mut self, edge: u32) -> Result<bool, Error> {
+    pub(super) fn is_usable(&mut self, edge: u32) -> Result<bool, Error> {
         self.sync_placer();
         let place = self.graph.placements[self.graph.edges[edge as usize].placement as usize].place;
         if !self.arena.placer.is_free(place) {
             debug_assert!(self.obstacles > 0, "an edge is disjoint from its state");
             return Ok(false);
         }
-        self.arena.is_pinned = self.shared.is_pinned();
+        self.arena.is_pinned = self.is_pinned();
         let completed = self.arena.complete(place);
         self.note_trims();
         completed.map_err(|refusal| self.error(refusal, place.len))?;
@@ -178,7 +185,7 @@ impl Engine {
     }
 
     /// Serves from a recorded edge, and goes on with the tape that it was last seen on.
-    fn take_edge(&mut self, edge: u32, position: Position) -> Allocation {
+    pub(super) fn take_edge(&mut self, edge: u32, position: Position) -> Allocation {
         if self
             .recording
             .is_some_and(|recording| edge < recording.first_edge)
@@ -192,10 +199,11 @@ impl Engine {
         self.set_known(number);
         let address = self.begin_own(number, edge, position);
         let (branch, index) = self.graph.edges[edge as usize].hint;
-        if self
-            .tapes
-            .entry(branch, index)
-            .is_some_and(|entry| entry.edge == edge)
+        if !self.is_pinned()
+            && self
+                .tapes
+                .entry(branch, index)
+                .is_some_and(|entry| entry.edge == edge)
             && self.tapes.branches[branch as usize].epoch == self.epoch
         {
             self.tapes.follow(branch, index as usize + 1);
@@ -209,6 +217,7 @@ impl Engine {
         position: Position,
         obstructed: Option<u32>,
     ) -> Result<Allocation, Error> {
+        self.check_uncaptured(len)?;
         let number = self.place(len, Space::Step)?;
         if let Some(edge) = obstructed {
             let old =

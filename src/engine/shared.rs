@@ -1,4 +1,5 @@
-//! What all threads may touch of an engine: its range of addresses and the frees that wait for it.
+//! What all threads may touch of an engine: its range of addresses, and the frees and ends of pins that wait
+//! for it.
 //!
 //! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
 //! where the next use of the memory is enqueued behind the last. A free without a fence is queued under
@@ -7,13 +8,21 @@
 //! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::handover::Handover;
 use super::{By, Engine};
 use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
+
+/// What was done where the engine is not.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Remote {
+    Freed(Freed),
+    /// A guard that pinned the layout is gone.
+    Unpinned,
+}
 
 /// A free that was made where the engine is not.
 #[derive(Clone, Copy, Debug)]
@@ -49,12 +58,10 @@ pub(crate) struct Shared {
     // What every event touches comes first.
     pub base: Address,
     pub size: Bytes,
-    /// Frees that wait for the engine; the engine, once its compiler was dropped before its last buffer.
-    pub handover: Handover<Freed, Box<Engine>>,
+    /// What waits for the engine; the engine, once its compiler was dropped before its last buffer or guard.
+    pub handover: Handover<Remote, Box<Engine>>,
     pub device: Arc<dyn Device>,
     home: Mutex<Home>,
-    /// Guards that hold the layout.
-    pins: AtomicUsize,
 }
 
 impl Shared {
@@ -63,7 +70,6 @@ impl Shared {
             base,
             size,
             device,
-            pins: AtomicUsize::new(0),
             home: Mutex::default(),
             handover: Handover::new(),
         }
@@ -85,19 +91,6 @@ impl Shared {
         address.0.wrapping_sub(self.base.0) < self.size.0
     }
 
-    pub fn pin(&self) {
-        self.pins.fetch_add(1, Ordering::Relaxed);
-    }
-
-    pub fn unpin(&self) {
-        self.pins.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// Whether the layout must stay as it is.
-    pub fn is_pinned(&self) -> bool {
-        self.pins.load(Ordering::Relaxed) > 0
-    }
-
     /// Queues a free; work on `stream`, where one is named, may still use the memory.
     pub fn push_free(
         &self,
@@ -110,12 +103,14 @@ impl Shared {
         let abroad = stream.filter(|&stream| *home != Home { thread, stream });
         let Some(stream) = abroad else {
             let fence = None;
-            self.handover.push(Freed { address, fence, by });
+            let freed = Freed { address, fence, by };
+            self.handover.push(Remote::Freed(freed));
             return Ok(());
         };
         drop(home);
         let fence = Some(self.device.fence(stream)?);
-        self.handover.push(Freed { address, fence, by });
+        let freed = Freed { address, fence, by };
+        self.handover.push(Remote::Freed(freed));
         Ok(())
     }
 

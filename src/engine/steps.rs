@@ -39,16 +39,23 @@ impl Engine {
         self.step = Counts::default();
         self.totals.steps += 1;
         self.recording = None;
-        self.check_tapes(name);
-        let branch = self.tapes.last_of(name);
-        self.tapes.begin(
-            branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch),
-        );
+        let is_apart = self.is_pinned();
+        if is_apart {
+            // Each allocation is asked for what it is.
+            self.tapes.begin(None);
+        } else {
+            self.check_tapes(name);
+            let branch = self.tapes.last_of(name);
+            self.tapes.begin(
+                branch.filter(|&branch| self.tapes.branches[branch as usize].epoch == self.epoch),
+            );
+        }
         self.recent_peak = self.live;
         self.scopes.enter_root(name, self.live);
         self.active = Some(Active {
             name,
             graded: self.finished.contains(&name),
+            is_apart,
             began: Instant::now(),
             calls_before: self.arena.calls(),
             error: None,
@@ -68,7 +75,7 @@ impl Engine {
 
     /// Takes windows away that nothing uses, before new ones use the addresses up.
     fn reclaim_when_crowded(&mut self) {
-        if self.shared.is_pinned() {
+        if self.is_pinned() {
             return;
         }
         if self.arena.placer.is_crowded(Space::Survivors) {
@@ -90,7 +97,7 @@ impl Engine {
 
     /// Compiles after as many steps without a recording as the option says, once.
     fn compile_when_quiet(&mut self) {
-        if self.compile_after == Some(self.quiet_steps) && !self.shared.is_pinned() {
+        if self.compile_after == Some(self.quiet_steps) && !self.is_pinned() {
             self.quiet_steps += 1;
             if let Err(error) = self.compile(COMPILE_TIME) {
                 tracing::warn!(%error, "the recorded layout stays");
@@ -196,11 +203,12 @@ impl Engine {
         self.step.calls = self.arena.calls() - active.calls_before;
         let report = self.report();
         self.totals.replayed += report.replayed;
-        if let Some(error) = active.error {
+        self.lock_captured();
+        if active.is_apart || active.error.is_some() {
             // Some of its buffers lie elsewhere: nothing to learn from.
             self.tapes.leave();
             self.last_aborted = true;
-            return Err(error);
+            return active.error.map_or(Ok(report), Err);
         }
         self.last_aborted = false;
         self.quiet_steps = match self.step.recorded {
@@ -259,6 +267,7 @@ impl Engine {
         self.resume_all();
         self.fold_peak();
         self.close_scopes();
+        self.lock_captured();
         self.tapes.leave();
         self.step.calls = self.arena.calls() - active.calls_before;
         self.totals.replayed += self.report().replayed;
@@ -384,10 +393,10 @@ impl Engine {
 
     /// Gives the memory of idle frames back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
-        if self.shared.is_pinned() {
+        self.drain();
+        if self.is_pinned() {
             return Err(Error::Pinned);
         }
-        self.drain();
         self.sync_placer();
         let trimmed = self.arena.trim();
         self.note_trims();

@@ -39,8 +39,9 @@
 //! only `x86_64` has been tried.
 //!
 //! While a step is captured into a CUDA graph, frees from other threads and streams wait for the capture's
-//! end. A step that is replayed makes no call that a capture forbids; pin the layout
-//! ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) for as long as the graph is launched.
+//! end. A step that is replayed makes no call that a capture forbids, and one that is not is told that it can
+//! not be captured; pin the layout ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) before the capture
+//! and for as long as the graph is launched.
 //!
 //! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
 
@@ -111,6 +112,8 @@ const SUCCESS: Code = 0;
 const INVALID_VALUE: Code = 1;
 const OUT_OF_MEMORY: Code = 2;
 const NOT_INITIALIZED: Code = 3;
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+const CAPTURE_UNSUPPORTED: Code = 900;
 
 /// Calls that no step claimed and that went to the driver, since the program began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -388,6 +391,7 @@ fn serve_slow(
         Err((step, error)) => {
             let code = match error {
                 Error::OverBudget { .. } => OUT_OF_MEMORY,
+                Error::Captured { .. } => CAPTURE_UNSUPPORTED,
                 _ => pass_on(size, upstream),
             };
             if code != SUCCESS {
