@@ -130,17 +130,15 @@ pub enum Error {
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,
-    /// An allocation that is not recorded was asked for while the step is captured into a graph, which only a
-    /// step that replays can be.
-    #[error(
-        "{asked} in {scope} is not recorded, and the stream is being captured (run the step to its end without a \
-         capture first, pin the layout, and capture the same step)"
-    )]
+    /// A step was captured into a graph that cannot be launched rightly.
+    #[error("{size:#} in {scope} cannot be captured: {reason}")]
     Captured {
-        /// Path of the innermost open scope.
+        /// Path of the innermost open scope; of the step, at its end.
         scope: String,
-        /// Size of the allocation.
-        asked: Bytes,
+        /// Size of the allocation that was asked for, or of the buffer that outlived the step.
+        size: Bytes,
+        /// Why it cannot.
+        reason: Uncapturable,
     },
     /// The layout is pinned: addresses and the memory under them must stay.
     #[error("the layout is pinned (a `PinnedLayout` of this compiler lives)")]
@@ -184,6 +182,23 @@ impl std::fmt::Display for Expected {
             Self::Nothing => f.write_str("nothing (this state was never recorded)"),
         }
     }
+}
+
+/// Why a step cannot be captured into a graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Uncapturable {
+    /// The allocation is not recorded; a step is captured as it was replayed. The call fails.
+    #[error(
+        "it is not recorded (run the same step to its end without a capture, pin the layout, then capture it)"
+    )]
+    NotRecorded,
+    /// The buffer outlived the captured step for the first time, and lies where another captured step writes:
+    /// a launch of that one would overwrite it. The step returns it at its end, and its graph must go.
+    #[error(
+        "it outlives its step where another captured step writes (before the layout is pinned, run its step once \
+         with what it returns kept until the next step has begun)"
+    )]
+    Overwritten,
 }
 
 /// Why a free is bad.

@@ -34,7 +34,7 @@ pub use compiler::{
 };
 pub use current::{free, free_on};
 pub use engine::Allocation;
-pub use error::{BadFree, Error, Expected};
+pub use error::{BadFree, Error, Expected, Uncapturable};
 pub use options::Options;
 pub use stats::{BranchStats, Compiled, ScopeStats, Stats, StepReport};
 pub use units::{ALIGNMENT, Address, Bytes};

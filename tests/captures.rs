@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use memory_compiler::device::StreamId;
 use memory_compiler::device::adaptor::Streams;
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, PinnedLayout, Step};
+use memory_compiler::{
+    Address, Allocation, Bytes, Compiler, Error, Options, PinnedLayout, Step, Uncapturable,
+};
 
 use reference::devices::{CountingHost, Pattern, counting_host};
 use reference::storm::Random;
@@ -81,15 +83,22 @@ impl World {
         }
         step.snapshot().validate().unwrap();
         for (index, &(at, _)) in addresses.iter().enumerate() {
-            if !kept.contains(&index) || refused.is_some() {
+            if !kept.contains(&index) {
                 step.free(at).unwrap();
             }
         }
-        match &refused {
-            Some(_) => step.abort(),
-            None => drop(step.finish().unwrap()),
-        }
-        if let Some(error) = refused {
+        let ended = match refused {
+            Some(error) => {
+                step.abort();
+                Err(error)
+            }
+            None => step.finish().map(drop),
+        };
+        if let Err(error) = ended {
+            // What it returned goes with its graph.
+            for &(at, _) in kept.iter().filter_map(|&index| addresses.get(index)) {
+                drop(memory_compiler::free(at));
+            }
             return Err(error);
         }
         for (at, size) in addresses {
@@ -192,8 +201,12 @@ fn a_capture_of_what_is_not_recorded_is_refused_and_leaves_nothing_behind() {
         let pinned = is_pinned.then(|| world.pin());
         let more = [&SIZES[..], &[7 * PAGE]].concat();
         let refused = world.capture("step", &more, &[]).unwrap_err();
-        let (scope, asked) = ("step".to_owned(), Bytes(7 * PAGE));
-        assert_eq!(refused, Error::Captured { scope, asked });
+        let expected = Error::Captured {
+            scope: "step".to_owned(),
+            size: Bytes(7 * PAGE),
+            reason: Uncapturable::NotRecorded,
+        };
+        assert_eq!(refused, expected);
         let calls = world.counting.memory_calls();
         drop(pinned);
         let after = world.compiler.stats();
@@ -213,6 +226,40 @@ fn a_capture_of_what_is_not_recorded_is_refused_and_leaves_nothing_behind() {
         drop(pinned);
         world.end();
     }
+}
+
+/// Two branches share their pages: what the second returns for the first time lies where the first writes.
+#[test]
+fn what_outlives_a_captured_step_where_another_writes_is_told() {
+    let mut world = World::new();
+    for _ in 0..2 {
+        world.step("cond", &SIZES, &[]).unwrap();
+        world.step("uncond", &[5 * PAGE, PAGE], &[]).unwrap();
+    }
+    let pinned = world.pin();
+    world.capture("cond", &SIZES, &[]).unwrap();
+    let told = world
+        .capture("uncond", &[5 * PAGE, PAGE], &[0])
+        .unwrap_err();
+    let expected = Error::Captured {
+        scope: "uncond".to_owned(),
+        size: Bytes(5 * PAGE),
+        reason: Uncapturable::Overwritten,
+    };
+    assert_eq!(told, expected);
+    drop(pinned);
+    // The cure that the error names.
+    let kept = world.step("uncond", &[5 * PAGE, PAGE], &[0]).unwrap()[0];
+    world.step("cond", &SIZES, &[]).unwrap();
+    world.free(kept);
+    world.step("uncond", &[5 * PAGE, PAGE], &[]).unwrap();
+    let pinned = world.pin();
+    let first = world.capture("cond", &SIZES, &[]).unwrap();
+    let second = world.capture("uncond", &[5 * PAGE, PAGE], &[0]).unwrap();
+    world.launch(&first);
+    world.free(second[0]);
+    drop(pinned);
+    world.end();
 }
 
 #[test]
@@ -304,7 +351,7 @@ fn guards_and_compilers_that_go_on_two_threads_leave_nothing() {
 /// captured is where it was recorded.
 #[test]
 fn no_launch_of_any_program_writes_into_a_buffer_of_others() {
-    let (mut captures, mut refusals, mut launches) = (0, 0, 0);
+    let (mut captures, mut refusals, mut launches) = (0, [0; 2], 0);
     for seed in 0..400 {
         let mut random = Random(seed);
         let mut world = World::new();
@@ -333,39 +380,33 @@ fn no_launch_of_any_program_writes_into_a_buffer_of_others() {
                 }
                 2..5 if !pins.is_empty() => {
                     let which = random.below(3) as usize;
-                    // Now and then its first output is kept.
-                    let keeps: &[usize] = if random.one_in(3) { &[0] } else { &[] };
+                    // Now and then one of its buffers outlives it.
+                    let index = random.below(shapes[which].len() as u64 * 2) as usize;
+                    let keeps: &[usize] = if index < shapes[which].len() {
+                        &[index]
+                    } else {
+                        &[]
+                    };
                     match world.capture(names[which], &shapes[which], keeps) {
                         Ok(graph) => {
                             captures += 1;
                             kept.extend(keeps.iter().map(|&index| graph[index]));
-                            // A launch writes what others captured at the same places: these are one graph's.
-                            kept.retain(|buffer| {
-                                let is_written =
-                                    |of: &Graph| of.iter().any(|own| own.0 == buffer.0);
-                                let is_own = graphs.iter().any(is_written);
-                                if is_own {
-                                    memory_compiler::free(buffer.0).unwrap();
-                                }
-                                !is_own
-                            });
-                            if keeps.is_empty()
-                                || kept.last().is_some_and(|last| last.0 == graph[0].0)
-                            {
-                                graphs.push(graph);
-                            }
+                            graphs.push(graph);
                         }
-                        Err(Error::Captured { .. }) => refusals += 1,
+                        Err(Error::Captured { reason, .. }) => {
+                            refusals[usize::from(reason == Uncapturable::Overwritten)] += 1;
+                        }
                         Err(error) => panic!("{error}"),
                     }
                 }
                 5..7 => {
                     graphs.iter().for_each(|graph| world.launch(graph));
                     launches += graphs.len();
-                    // What the graphs' own outputs hold now is what they wrote last.
+                    // What the graphs' own results hold now is what they wrote last.
                     for buffer in &mut kept {
-                        let mut writers = graphs.iter().flatten().filter(|own| own.0 == buffer.0);
-                        if let Some(last) = writers.next_back() {
+                        let own =
+                            |other: &&Buffer| other.0 == buffer.0 && other.1.size == buffer.1.size;
+                        if let Some(last) = graphs.iter().flatten().filter(own).next_back() {
                             *buffer = *last;
                         }
                     }
@@ -401,6 +442,6 @@ fn no_launch_of_any_program_writes_into_a_buffer_of_others() {
         kept.into_iter().for_each(|buffer| world.free(buffer));
         world.end();
     }
-    println!("{captures} captures, {refusals} refused, {launches} launches");
-    assert!(captures > 500 && refusals > 100 && launches > 500);
+    println!("{captures} captures, {refusals:?} refused, {launches} launches");
+    assert!(captures > 500 && refusals.iter().all(|&count| count > 50) && launches > 500);
 }

@@ -42,6 +42,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
+use pinned::Captured;
 use shared::{Home, this_thread};
 
 pub(crate) use shared::{Remote, Shared};
@@ -176,8 +177,7 @@ pub(crate) struct Engine {
     home_thread: u64,
     /// Guards that hold the layout.
     pins: u64,
-    /// Placements in the survivors' space that were captured in this step, in frames that are not locked yet.
-    captured: Vec<u32>,
+    captured: Captured,
     active: Option<Active>,
     last_aborted: bool,
     finished: HashSet<u32, MixBuild>,
@@ -254,7 +254,7 @@ impl Engine {
             stream: StreamId::default(),
             home_thread: 0,
             pins: 0,
-            captured: Vec::new(),
+            captured: Captured::default(),
             serial: 0,
             active: None,
             last_aborted: false,

@@ -11,17 +11,34 @@
 //! Whether an allocation is captured only the device knows, at that moment: a step that is pinned follows
 //! no tape, and asks each time.
 //!
+//! Two captured steps may write the same bytes, one after the other, as two branches do. What outlives one of
+//! them for the first time lies in its state, where the other may write: the step is told so at its end
+//! ([`Uncapturable::Overwritten`]), and one that is captured later finds it in its way.
+//!
 //! Invariants: while pinned,
 //! - a buffer in a frame that a recorded edge leads to was captured there, or lives there since before;
 //! - no edge is added, none dies, and no window goes.
 //!
 //! May import: what `engine` may.
 
+use std::collections::HashMap;
+
 use super::{Allocation, Engine};
-use crate::error::Error;
+use crate::error::{Error, Uncapturable};
+use crate::graph::Kind;
+use crate::mix::MixBuild;
 use crate::placer::Units;
 use crate::scopes::Position;
 use crate::units::{ALIGNMENT, Bytes};
+
+/// What was captured since the layout was pinned.
+#[derive(Debug, Default)]
+pub(super) struct Captured {
+    /// Placements of the step that is active.
+    step: Vec<u32>,
+    /// Of steps before: what they write of each frame, `(start, len, placement)`.
+    written: HashMap<u32, Vec<(Units, Units, u32)>, MixBuild>,
+}
 
 impl Engine {
     /// Whether addresses may have been captured.
@@ -44,8 +61,7 @@ impl Engine {
         if !self.is_pinned() {
             self.sync_placer();
             self.arena.placer.unlock_all();
-            // In a step that began before, what is captured has no more claims.
-            self.captured.clear();
+            self.captured = Captured::default();
         }
     }
 
@@ -53,17 +69,18 @@ impl Engine {
         self.arena.device().is_capturing(self.stream)
     }
 
-    fn captured_error(&self, len: Units) -> Error {
+    fn uncapturable(&self, len: Units, reason: Uncapturable) -> Error {
         Error::Captured {
             scope: self.scopes.path(),
-            asked: Bytes(u64::from(len) * ALIGNMENT.0),
+            size: Bytes(u64::from(len) * ALIGNMENT.0),
+            reason,
         }
     }
 
     /// Refuses to record what is being captured: its memory might be mapped, moved or given away at once.
     pub(super) fn check_uncaptured(&self, len: Units) -> Result<(), Error> {
         if self.is_capturing() {
-            return Err(self.captured_error(len));
+            return Err(self.uncapturable(len, Uncapturable::NotRecorded));
         }
         Ok(())
     }
@@ -81,31 +98,83 @@ impl Engine {
         if self.survivors.contains(&position) {
             let served = self.serve_survivor(len, position);
             if served.is_ok() {
-                self.captured.extend(self.young.last());
+                self.captured.step.extend(self.young.last());
             }
             return served;
         }
         match self.graph.edge(self.hash, len) {
-            Some(edge) if self.is_usable(edge)? => Ok(self.take_edge(edge, position)),
-            _ => Err(self.captured_error(len)),
+            Some(edge) if self.is_usable(edge)? => {
+                self.captured
+                    .step
+                    .push(self.graph.edges[edge as usize].placement);
+                Ok(self.take_edge(edge, position))
+            }
+            _ => Err(self.uncapturable(len, Uncapturable::NotRecorded)),
         }
     }
 
-    /// Locks what was captured outside of the state.
-    pub(super) fn lock_captured(&mut self) {
-        if self.captured.is_empty() {
-            return;
-        }
-        self.sync_placer();
-        for number in std::mem::take(&mut self.captured) {
-            let place = self.graph.placements[number as usize].place;
-            let frames: Vec<u32> = self
-                .arena
-                .placer
-                .pieces(place)
-                .map(|piece| piece.0)
-                .collect();
+    /// Locks what was captured of the step so far; of what edges lead to, it was before.
+    fn lock_captured(&mut self) {
+        let Self {
+            captured,
+            graph,
+            arena,
+            ..
+        } = self;
+        let places = captured
+            .step
+            .iter()
+            .map(|&number| graph.placements[number as usize].place);
+        let frames: Vec<u32> = places
+            .flat_map(|place| arena.placer.pieces(place))
+            .map(|piece| piece.0)
+            .collect();
+        if !frames.is_empty() {
+            self.sync_placer();
             self.arena.placer.lock(frames.into_iter());
+        }
+    }
+
+    /// The step is over: from now on nothing else comes where it writes. An error for what outlives it where
+    /// a step that was captured before it writes.
+    pub(super) fn end_captured(&mut self) -> Result<(), Error> {
+        if self.captured.step.is_empty() {
+            return Ok(());
+        }
+        self.lock_captured();
+        let step = std::mem::take(&mut self.captured.step);
+        let pieces_of = |engine: &Self, number: u32| -> Vec<(u32, Units, Units)> {
+            let place = engine.graph.placements[number as usize].place;
+            engine.arena.placer.pieces(place).collect()
+        };
+        let outlives = self
+            .table
+            .iter()
+            .filter(|&number| self.graph.placements[number as usize].kind == Kind::Own);
+        let overwritten = outlives.filter(|&number| {
+            pieces_of(self, number)
+                .into_iter()
+                .any(|(frame, start, len)| {
+                    let written = self.captured.written.get(&frame).into_iter().flatten();
+                    written.into_iter().any(|&(from, of, other)| {
+                        other != number && from < start + len && start < from + of
+                    })
+                })
+        });
+        let overwritten = overwritten
+            .map(|number| self.graph.placements[number as usize].place.len)
+            .max();
+        for &number in &step {
+            for (frame, start, len) in pieces_of(self, number) {
+                let written = self.captured.written.entry(frame).or_default();
+                if !written.contains(&(start, len, number)) {
+                    written.push((start, len, number));
+                }
+            }
+        }
+        match overwritten {
+            Some(len) => Err(self.uncapturable(len, Uncapturable::Overwritten)),
+            None => Ok(()),
         }
     }
 }

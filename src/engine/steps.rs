@@ -199,16 +199,16 @@ impl Engine {
             self.totals.bad_scopes += self.scopes.depth() as u64 - 1;
         }
         self.fold_peak();
+        let captured = self.end_captured();
         self.close_scopes();
         self.step.calls = self.arena.calls() - active.calls_before;
         let report = self.report();
         self.totals.replayed += report.replayed;
-        self.lock_captured();
         if active.is_apart || active.error.is_some() {
             // Some of its buffers lie elsewhere: nothing to learn from.
             self.tapes.leave();
             self.last_aborted = true;
-            return active.error.map_or(Ok(report), Err);
+            return active.error.map_or(captured.map(|()| report), Err);
         }
         self.last_aborted = false;
         self.quiet_steps = match self.step.recorded {
@@ -267,7 +267,8 @@ impl Engine {
         self.resume_all();
         self.fold_peak();
         self.close_scopes();
-        self.lock_captured();
+        // Whoever gives a step up gives up what was captured of it.
+        drop(self.end_captured());
         self.tapes.leave();
         self.step.calls = self.arena.calls() - active.calls_before;
         self.totals.replayed += self.report().replayed;
