@@ -36,8 +36,8 @@ use crate::units::{ALIGNMENT, Bytes};
 pub(super) struct Captured {
     /// Placements of the step that is active.
     step: Vec<u32>,
-    /// Of steps before: what they write of each frame, `(start, len, placement)`.
-    written: HashMap<u32, Vec<(Units, Units, u32)>, MixBuild>,
+    /// Of steps before that ended well: what they write of each frame, `(start, len)`.
+    written: HashMap<u32, Vec<(Units, Units)>, MixBuild>,
 }
 
 impl Engine {
@@ -115,18 +115,9 @@ impl Engine {
 
     /// Locks what was captured of the step so far; of what edges lead to, it was before.
     fn lock_captured(&mut self) {
-        let Self {
-            captured,
-            graph,
-            arena,
-            ..
-        } = self;
-        let places = captured
-            .step
-            .iter()
-            .map(|&number| graph.placements[number as usize].place);
-        let frames: Vec<u32> = places
-            .flat_map(|place| arena.placer.pieces(place))
+        let captured = self.captured.step.iter();
+        let frames: Vec<u32> = captured
+            .flat_map(|&number| self.pieces_of(number))
             .map(|piece| piece.0)
             .collect();
         if !frames.is_empty() {
@@ -141,40 +132,47 @@ impl Engine {
         if self.captured.step.is_empty() {
             return Ok(());
         }
-        self.lock_captured();
-        let step = std::mem::take(&mut self.captured.step);
-        let pieces_of = |engine: &Self, number: u32| -> Vec<(u32, Units, Units)> {
-            let place = engine.graph.placements[number as usize].place;
-            engine.arena.placer.pieces(place).collect()
-        };
         let outlives = self
             .table
             .iter()
-            .filter(|&number| self.graph.placements[number as usize].kind == Kind::Own);
+            .filter(|&number| self.kind_of(number) == Kind::Own);
         let overwritten = outlives.filter(|&number| {
-            pieces_of(self, number)
-                .into_iter()
-                .any(|(frame, start, len)| {
-                    let written = self.captured.written.get(&frame).into_iter().flatten();
-                    written.into_iter().any(|&(from, of, other)| {
-                        other != number && from < start + len && start < from + of
-                    })
-                })
+            self.pieces_of(number).any(|(frame, start, len)| {
+                let mut written = self.captured.written.get(&frame).into_iter().flatten();
+                written.any(|&(from, of)| from < start + len && start < from + of)
+            })
         });
-        let overwritten = overwritten
-            .map(|number| self.graph.placements[number as usize].place.len)
-            .max();
-        for &number in &step {
-            for (frame, start, len) in pieces_of(self, number) {
-                let written = self.captured.written.entry(frame).or_default();
-                if !written.contains(&(start, len, number)) {
-                    written.push((start, len, number));
-                }
+        let len_of = |number: u32| self.graph.placements[number as usize].place.len;
+        if let Some(len) = overwritten.map(len_of).max() {
+            self.give_up_captured();
+            return Err(self.uncapturable(len, Uncapturable::Overwritten));
+        }
+        self.lock_captured();
+        let step = std::mem::take(&mut self.captured.step);
+        let pieces: Vec<_> = step
+            .iter()
+            .flat_map(|&number| self.pieces_of(number))
+            .collect();
+        for (frame, start, len) in pieces {
+            let written = self.captured.written.entry(frame).or_default();
+            if !written.contains(&(start, len)) {
+                written.push((start, len));
             }
         }
-        match overwritten {
-            Some(len) => Err(self.uncapturable(len, Uncapturable::Overwritten)),
-            None => Ok(()),
-        }
+        Ok(())
+    }
+
+    /// The graph of the step is given up.
+    pub(super) fn give_up_captured(&mut self) {
+        self.captured.step.clear();
+    }
+
+    fn kind_of(&self, number: u32) -> Kind {
+        self.graph.placements[number as usize].kind
+    }
+
+    fn pieces_of(&self, number: u32) -> impl Iterator<Item = (u32, Units, Units)> + '_ {
+        let place = self.graph.placements[number as usize].place;
+        self.arena.placer.pieces(place)
     }
 }

@@ -199,7 +199,13 @@ impl Engine {
             self.totals.bad_scopes += self.scopes.depth() as u64 - 1;
         }
         self.fold_peak();
-        let captured = self.end_captured();
+        let captured = match active.error {
+            None => self.end_captured(),
+            Some(_) => {
+                self.give_up_captured();
+                Ok(())
+            }
+        };
         self.close_scopes();
         self.step.calls = self.arena.calls() - active.calls_before;
         let report = self.report();
@@ -268,7 +274,7 @@ impl Engine {
         self.fold_peak();
         self.close_scopes();
         // Whoever gives a step up gives up what was captured of it.
-        drop(self.end_captured());
+        self.give_up_captured();
         self.tapes.leave();
         self.step.calls = self.arena.calls() - active.calls_before;
         self.totals.replayed += self.report().replayed;
