@@ -1,13 +1,17 @@
 //! Runs random programs for a given time, as a server would for weeks, and prints what became of them.
 //!
 //! ```text
-//! cargo run --release --example soak -- 600 1       # seconds, seed
+//! cargo run --release --example soak -- 600 1                # seconds, seed
+//! cargo run --release --example soak -- storms 1000000 1     # how many storms, the first seed
 //! ```
 //!
 //! Three kinds take turns: programs against the reference model of the tests, the same on a device that
 //! fails, and steps of one veteran compiler that lives all the time, with a small limit to what it may
 //! remember, whose buffers end on another thread. Whatever is lost is a panic; memory that grows after
 //! the first third is an error at the end.
+//!
+//! Storms are the programs of `tests/storms.rs`, on all processors: most are short, one in 64 uses its ranges up
+//! many times over.
 
 #[path = "../tests/reference/mod.rs"]
 mod reference;
@@ -23,6 +27,7 @@ use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
 use reference::devices::{CountingHost, Pattern, counting_host};
 use reference::faulty::Faulty;
 use reference::program::{Event, Program, SLOTS};
+use reference::storm::{self, Elsewhere};
 
 struct CountingAllocator;
 
@@ -235,13 +240,65 @@ fn resident_bytes() -> u64 {
     kib.unwrap_or(0_u64) * 1024
 }
 
+/// Events of the storm of a seed.
+fn storm_len(seed: u64) -> u64 {
+    match seed % 64 {
+        0 => 200 << (seed / 64 % 7),
+        _ => 40 + seed % 60,
+    }
+}
+
+/// Runs storms on all processors and prints what they did.
+fn storms(count: u64, first_seed: u64) {
+    let began = Instant::now();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let (tell, told) = mpsc::channel();
+    for thread in 0..threads {
+        let tell = tell.clone();
+        std::thread::spawn(move || {
+            let elsewhere = Elsewhere::new();
+            for seed in (first_seed + thread..first_seed + count).step_by(threads as usize) {
+                let run =
+                    std::panic::catch_unwind(|| storm::run(seed, storm_len(seed), &elsewhere));
+                let outcome = run.unwrap_or_else(|_| {
+                    eprintln!("storm {seed} of {} events failed", storm_len(seed));
+                    std::process::exit(1);
+                });
+                tell.send(outcome.numbers()).expect("it is listened to");
+            }
+        });
+    }
+    drop(tell);
+    let mut sums = storm::Outcome::default().numbers();
+    let mut next_line = Duration::from_secs(10);
+    for (done, numbers) in (1..).zip(told) {
+        for (sum, number) in sums.iter_mut().zip(numbers) {
+            sum.1 += number.1;
+        }
+        if began.elapsed() >= next_line || done == count {
+            next_line = began.elapsed() + Duration::from_secs(10);
+            println!("{:>6.0?} {done} storms: {sums:?}", began.elapsed());
+        }
+    }
+    println!("shared or lost: nothing");
+}
+
 fn main() -> ExitCode {
-    let mut arguments = std::env::args().skip(1).map(|text| text.parse::<u64>());
+    let mut arguments: Vec<String> = std::env::args().skip(1).collect();
+    let is_storms = arguments.first().is_some_and(|word| word == "storms");
+    if is_storms {
+        arguments.remove(0);
+    }
+    let mut arguments = arguments.iter().map(|text| text.parse::<u64>());
     let mut number = |or| arguments.next().unwrap_or(Ok(or));
     let (Ok(seconds), Ok(seed)) = (number(60), number(1)) else {
-        eprintln!("usage: soak [seconds] [seed]");
+        eprintln!("usage: soak [seconds] [seed]\n       soak storms [count] [first seed]");
         return ExitCode::FAILURE;
     };
+    if is_storms {
+        storms(seconds, seed);
+        return ExitCode::SUCCESS;
+    }
     let (began, time) = (Instant::now(), Duration::from_secs(seconds));
     let mut random = Random(seed);
     let mut totals = Totals::default();
