@@ -89,6 +89,19 @@ pub enum Error {
         /// Size of the reserved range.
         reserved: Bytes,
     },
+    /// So many addresses, and fewer of them down to 1 GiB, could not be reserved.
+    #[error(
+        "option address_space: {asked:#} of addresses were refused, and {least:#} too: {source} (raise that limit, \
+         or make Options::address_space smaller)"
+    )]
+    Reservation {
+        /// `Options::address_space`.
+        asked: Bytes,
+        /// The least that was tried.
+        least: Bytes,
+        /// What refused it.
+        source: DeviceError,
+    },
     /// A device call failed for another reason.
     #[error("device call {call:?} failed: {source}")]
     Device {
