@@ -23,6 +23,7 @@ mod graph;
 mod mix;
 mod options;
 mod pages;
+mod path;
 mod placer;
 mod prefetch;
 mod scopes;
