@@ -26,6 +26,7 @@ mod pages;
 mod path;
 mod placer;
 mod prefetch;
+mod ranges;
 mod scopes;
 mod stats;
 mod watch;
