@@ -44,7 +44,9 @@ pub(super) struct Limits {
 #[derive(Clone, Copy, Debug)]
 struct Look {
     at: Instant,
-    info: MemoryInfo,
+    /// What may be committed. Where the machine does not say what is available, all that it has: what is free
+    /// without the page cache is too little.
+    room: Bytes,
     taken: u64,
 }
 
@@ -64,45 +66,44 @@ impl Limits {
 
     /// What is free now and what there is at most, both by the tightest limit.
     pub(super) fn look(&mut self) -> Result<MemoryInfo, os::Errno> {
-        let of_machine = match meminfo(&self.meminfo) {
-            Some(info) => info,
+        let (of_machine, available) = match meminfo(&self.meminfo) {
+            Some(info) => (info, info.free),
             None => {
                 let (free, total) = os::free_and_total()?;
-                MemoryInfo { free, total }
+                (MemoryInfo { free, total }, total)
             }
         };
+        let MemoryInfo { free, total } = of_machine;
         let beside = |free: Bytes, limit: Bytes| free.saturating_sub(margin(limit));
-        let mut info = MemoryInfo {
-            free: beside(of_machine.free, of_machine.total),
-            total: of_machine.total,
-        };
+        let (mut free, mut room) = (beside(free, total), beside(available, total));
+        let mut least = total;
         for group in self.groups.limits() {
-            let free = group.limit.saturating_sub(group.used);
-            info.free = info.free.min(beside(free, group.limit));
-            info.total = info.total.min(group.limit);
+            let left = beside(group.limit.saturating_sub(group.used), group.limit);
+            (free, room) = (free.min(left), room.min(left));
+            least = least.min(group.limit);
         }
         self.looked = Some(Look {
             at: Instant::now(),
-            info,
+            room,
             taken: 0,
         });
-        Ok(info)
+        Ok(MemoryInfo { free, total: least })
     }
 
     /// Whether `size` more bytes can be committed; else what there is.
     pub(super) fn check(&mut self, size: Bytes) -> Result<(), MemoryInfo> {
         let is_good = |look: &Look| {
             let taken = look.taken.saturating_add(size.0);
-            taken <= look.info.free.0 / PART && look.at.elapsed() < AGE
+            taken <= look.room.0 / PART && look.at.elapsed() < AGE
         };
         if self.looked.as_ref().is_some_and(is_good) {
             return Ok(());
         }
         // Where nobody says what there is, the kernel has to refuse.
-        let Ok(info) = self.look() else {
-            return Ok(());
-        };
-        if size <= info.free { Ok(()) } else { Err(info) }
+        match (self.look(), self.looked) {
+            (Ok(info), Some(look)) if size > look.room => Err(info),
+            _ => Ok(()),
+        }
     }
 
     /// `size` bytes were committed.
@@ -212,6 +213,14 @@ mod tests {
         assert_eq!(limits.look(), Ok(group));
         files.write(&[("cg/a/memory.current", &Bytes::mib(700).0.to_string())]);
         assert_eq!(limits.look().map(|info| info.free), Ok(Bytes::ZERO));
+    }
+
+    #[test]
+    fn a_machine_that_does_not_say_what_is_available_refuses_what_it_has_not_at_all() {
+        let mut limits = Limits::under(Path::new("/nowhere"));
+        let info = limits.look().expect("sysinfo(2)");
+        assert_eq!(limits.check(Bytes(info.free.0.max(1 << 20))), Ok(()));
+        assert!(limits.check(Bytes(info.total.0 + 1)).is_err());
     }
 
     #[test]
