@@ -18,7 +18,8 @@ use std::sync::Arc;
 
 use crate::bits::BitSet;
 use crate::budget::Budget;
-use crate::device::{Call, Device, DeviceError, PageId};
+use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
+use crate::error::Error;
 use crate::pages::{Pages, Refused};
 use crate::placer::{Place, Placer, Plan, Source, Space, Units};
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -31,6 +32,42 @@ pub(crate) enum Refusal {
     AddressSpace,
     Device { call: Call, source: DeviceError },
 }
+
+/// Why an arena has no addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NotReserved {
+    /// What was asked for last.
+    least: Bytes,
+    refused: Refused,
+}
+
+/// That no page can be created.
+fn no_room(info: MemoryInfo) -> Refused {
+    Refused {
+        call: Call::Create,
+        source: DeviceError::OutOfMemory { info },
+    }
+}
+
+impl NotReserved {
+    /// What it means to who asked for `asked` bytes of addresses.
+    pub fn error(self, asked: Bytes) -> Error {
+        let Self { least, refused } = self;
+        let is_limit = refused.is_for_want_of_addresses();
+        let Refused { call, source } = refused;
+        if is_limit {
+            return Error::Reservation {
+                asked,
+                least,
+                source,
+            };
+        }
+        Error::Device { call, source }
+    }
+}
+
+/// Fewer addresses are not worth trying where more were asked for.
+const LEAST_ADDRESSES: Bytes = Bytes::gib(1);
 
 impl From<Refused> for Refusal {
     fn from(Refused { call, source }: Refused) -> Self {
@@ -54,23 +91,36 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// Reserves `address_space` bytes, rounded down to granules.
+    /// Reserves `address_space` bytes, rounded down to granules; half of them where so many are refused for
+    /// want of addresses, and half again, but not less than 1 GiB.
     pub fn new(
         device: Arc<dyn Device>,
         address_space: Bytes,
         budget: Budget,
-    ) -> Result<Self, Refusal> {
+    ) -> Result<Self, NotReserved> {
         let granule = device.granule();
-        let page_count = u32::try_from(address_space.0 / granule.0).unwrap_or(u32::MAX);
         let page_units = u32::try_from(granule.0 / ALIGNMENT.0).expect("a granule is below 2 TiB");
         // Places are counted in 32-bit units: 2 TiB of addresses.
-        let page_count = page_count.min(u32::MAX / page_units);
-        let pages = Pages::reserve(
-            device,
-            Bytes(u64::from(page_count) * granule.0),
-            page_count / 2,
-            budget,
-        )?;
+        let most = u64::from(u32::MAX / page_units) * granule.0;
+        let mut size = address_space.min(Bytes(most));
+        let (pages, page_count) = loop {
+            let page_count = (size.0 / granule.0) as u32;
+            let whole = Bytes(u64::from(page_count) * granule.0);
+            match Pages::reserve(Arc::clone(&device), whole, page_count / 2, budget.clone()) {
+                Ok(pages) => break (pages, page_count),
+                Err(refused) if refused.is_for_want_of_addresses() && size > LEAST_ADDRESSES => {
+                    size = Bytes(size.0 / 2).max(LEAST_ADDRESSES);
+                }
+                Err(refused) => {
+                    let least = whole;
+                    return Err(NotReserved { least, refused });
+                }
+            }
+        };
+        if size < address_space {
+            let reserved = pages.reserved;
+            tracing::warn!(asked = %address_space, %reserved, "fewer addresses than Options::address_space");
+        }
         Ok(Self {
             placer: Placer::new(page_units, page_count),
             pages,
@@ -121,6 +171,7 @@ impl Arena {
 
     /// Chooses a place, makes it accessible and marks it used. A refusal changes nothing.
     pub fn place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
+        self.check_hopeless(Bytes(u64::from(len) * ALIGNMENT.0))?;
         let plan = self.placer.plan(len, space).ok_or(Refusal::AddressSpace)?;
         if plan.maps.is_empty() {
             self.complete(plan.place)?;
@@ -162,6 +213,29 @@ impl Arena {
         }
     }
 
+    /// Refuses what could not be had if all that weights and steps own were given up for it, at once: a plan
+    /// takes time and memory for each page.
+    pub fn check_hopeless(&self, size: Bytes) -> Result<(), Refusal> {
+        if size <= self.granule() {
+            return Ok(());
+        }
+        let (budget, free) = (self.pages.budget.limit(), self.pages.budget.free());
+        let whole = size.checked_round_up(self.granule());
+        let whole = whole.unwrap_or(Bytes(u64::MAX));
+        if whole > budget {
+            return Err(Refusal::OverBudget { budget, free });
+        }
+        // A place needs that many pages at once; each that is owned already may come to be one of them.
+        let more = whole.saturating_sub(self.pages.budget.outermost().used());
+        if more == Bytes::ZERO {
+            return Ok(());
+        }
+        match self.pages.device.check_room(more) {
+            Err(DeviceError::OutOfMemory { info }) => Err(Refusal::OutOfMemory { free: info.free }),
+            _ => Ok(()),
+        }
+    }
+
     fn map_plan(&mut self, plan: &Plan, new: &[PageId]) -> Result<(), Refusal> {
         let mut new = new.iter().copied();
         let ids: Vec<PageId> = plan
@@ -184,16 +258,27 @@ impl Arena {
 
     /// Takes `count` pages, all or none.
     fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
-        let mut new = Vec::with_capacity(count);
+        let mut new = Vec::new();
         let mut reclaimed = false;
+        // Before the first one is created, and after each time that something was given up for them.
+        let mut has_room = false;
         while new.len() < count {
-            match self.pages.take_free() {
+            let rest = count - new.len();
+            let lacking = match has_room {
+                true => None,
+                false => self.pages.lacking(rest),
+            };
+            let (taken, short) = match lacking {
+                Some((short, info)) => (Err(no_room(info)), short),
+                None => (self.pages.take_free(), rest as u64),
+            };
+            has_room = taken.is_ok();
+            match taken {
                 Ok(id) => new.push(id),
                 // Weights go first, then idle memory of the other space.
                 Err(refused)
                     if refused.is_out_of_memory()
-                        && (self.evict_weights((count - new.len()) as u64)
-                            || self.trim_idle((count - new.len()) as u64, keep) > 0) => {}
+                        && (self.evict_weights(short) || self.trim_idle(short, keep) > 0) => {}
                 Err(mut error) => {
                     if error.is_out_of_memory() && !reclaimed {
                         reclaimed = true;

@@ -45,8 +45,9 @@ impl Compiler {
     /// Reserves addresses on `device`; memory comes as steps need it.
     ///
     /// # Errors
-    /// [`Error::Option`] for an option that cannot work, [`Error::Device`] when the device refuses
-    /// the addresses.
+    /// [`Error::Option`] for an option that cannot work; [`Error::Reservation`] when not even 1 GiB of addresses is
+    /// to be had, where [`Options::address_space`] is so large; [`Error::Device`] when the device refuses them for
+    /// another reason.
     pub fn new(device: Arc<dyn Device>, options: Options) -> Result<Self, Error> {
         let budget = Budget::new(options.budget);
         Self::sharing(device, options, budget)
@@ -100,18 +101,9 @@ impl Compiler {
         } else {
             Bytes(u64::MAX)
         };
-        let arena =
-            Arena::new(Arc::clone(&device), options.address_space, budget).map_err(|refusal| {
-                match refusal {
-                    crate::arena::Refusal::Device { call, source } => {
-                        Error::Device { call, source }
-                    }
-                    _ => Error::AddressSpace {
-                        asked: options.address_space,
-                        reserved: Bytes::ZERO,
-                    },
-                }
-            })?;
+        let asked = options.address_space;
+        let arena = Arena::new(Arc::clone(&device), asked, budget)
+            .map_err(|refused| refused.error(asked))?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);
         Ok(Self {

@@ -23,6 +23,7 @@ use crate::bookkeeping::Bookkeeping;
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, By, Engine, OnError, Remote, Shared};
 use crate::error::{BadFree, Error};
+use crate::ranges::Ranges;
 use crate::units::{Address, Bytes};
 
 /// Boxed: an engine is large and changes hands at every step.
@@ -41,21 +42,31 @@ static REGISTRY: RwLock<Vec<Arc<Shared>>> = RwLock::new(Vec::new());
 /// All their ranges lie in between, so that most frees are told foreign in two compares.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
+/// The ranges themselves, for the frees of what lies between two of them.
+static RANGES: Ranges = Ranges::new();
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
     change_registry(|registry| registry.push(Arc::clone(shared)));
-    widen(shared.base, shared.size);
+    add_range(shared.base, shared.size);
 }
 
-/// Lets [`may_own`] say yes to these addresses too.
-pub(crate) fn widen(base: Address, size: Bytes) {
+/// Lets [`may_own`] and [`is_in_a_range`] say yes to these addresses too.
+pub(crate) fn add_range(base: Address, size: Bytes) {
+    RANGES.add(base, size);
     LOWEST.fetch_min(base.0, Ordering::Release);
     HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
 }
 
-/// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
+/// Lets [`is_in_a_range`] say no to them again, before they are given back. The bounds stay: addresses are often
+/// handed out again.
+pub(crate) fn remove_range(base: Address) {
+    RANGES.remove(base);
+}
+
+/// Forgets an engine's addresses.
 fn deregister(shared: &Arc<Shared>) {
+    remove_range(shared.base);
     change_registry(|registry| registry.retain(|other| !Arc::ptr_eq(other, shared)));
 }
 
@@ -80,6 +91,13 @@ pub(crate) fn may_own(address: Address) -> bool {
     address.0 >= LOWEST.load(Ordering::Relaxed)
         && address.0 < HIGHEST.load(Ordering::Relaxed)
         && !REGISTERING.get()
+}
+
+/// Whether the address, which [`may_own`] says yes to, lies in the range of a compiler or of weights; without a lock,
+/// and perhaps in none while ranges come and go. Asked last: what an active step owns is found sooner.
+#[inline]
+pub(crate) fn is_in_a_range(address: Address) -> bool {
+    RANGES.may_contain(address)
 }
 
 /// Makes an engine the innermost one of this thread.
@@ -216,7 +234,7 @@ pub(crate) fn fail_step(serial: u64, error: Error) {
 
 /// Whether a compiler owns the address.
 pub(crate) fn owns(address: Address) -> bool {
-    may_own(address) && owner(address).is_some()
+    may_own(address) && is_in_a_range(address) && owner(address).is_some()
 }
 
 /// Finds out whether this thread's allocations come past the CPU hook.

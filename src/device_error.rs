@@ -66,6 +66,19 @@ pub enum DeviceError {
         /// Memory at the time of the call.
         info: MemoryInfo,
     },
+    /// The process may not have so many addresses.
+    #[error(
+        "RLIMIT_AS (ulimit -v) lets the process have {limit} of addresses, {used} are in use: {asked} more leave \
+         no room beside them"
+    )]
+    NoAddresses {
+        /// Addresses that were to be reserved.
+        asked: Bytes,
+        /// Addresses that the process has.
+        used: Bytes,
+        /// Addresses that it may have.
+        limit: Bytes,
+    },
     /// Work still runs; the same call may succeed later (CUDA's `NOT_READY`).
     #[error("not ready")]
     NotReady,

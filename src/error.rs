@@ -1,5 +1,8 @@
 //! Layer 0: everything that can go wrong, with the numbers that a person needs to act on it.
 //!
+//! Paths of scopes are shown by both ends where they have more than 32 names, and long names too: an error is small,
+//! wherever it arises.
+//!
 //! May import: `units`, `device_error`.
 
 use crate::device_error::{Call, DeviceError};
@@ -89,6 +92,20 @@ pub enum Error {
         /// Size of the reserved range.
         reserved: Bytes,
     },
+    /// So many addresses, and fewer of them down to 1 GiB, could not be reserved.
+    #[error(
+        "option address_space: {asked:#} of addresses were refused{}: {source} (raise that limit, or make \
+         Options::address_space smaller)",
+        down_to(asked, least)
+    )]
+    Reservation {
+        /// `Options::address_space`.
+        asked: Bytes,
+        /// The least that was tried.
+        least: Bytes,
+        /// What refused it.
+        source: DeviceError,
+    },
     /// A device call failed for another reason.
     #[error("device call {call:?} failed: {source}")]
     Device {
@@ -161,6 +178,13 @@ fn within(scope: &str) -> String {
         "" => String::new(),
         scope => format!(" in {scope}"),
     }
+}
+
+fn down_to(asked: &Bytes, least: &Bytes) -> String {
+    if asked == least {
+        return String::new();
+    }
+    format!(", and fewer down to {least:#}")
 }
 
 /// What the recorded steps allow at the place of a strict break.

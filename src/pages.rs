@@ -31,6 +31,17 @@ impl Refused {
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self.source, DeviceError::OutOfMemory { .. })
     }
+
+    /// Whether fewer addresses may have been had: what the process may have is used up, or the system or the
+    /// driver says no more than that it has not so many.
+    pub fn is_for_want_of_addresses(&self) -> bool {
+        self.call == Call::Reserve
+            && match self.source {
+                DeviceError::NoAddresses { .. } | DeviceError::OutOfMemory { .. } => true,
+                DeviceError::Driver { call, .. } => call == Call::Reserve,
+                _ => false,
+            }
+    }
 }
 
 /// The device's side of an arena: one reserved range, pages, mappings.
@@ -178,6 +189,22 @@ impl Pages {
         }
         let claimed = self.budget.claim(self.granule);
         self.create_claimed(claimed)
+    }
+
+    /// How many of `count` pages there are not, where the device can tell that these do not fit, and what it has.
+    pub fn lacking(&self, count: usize) -> Option<(u64, MemoryInfo)> {
+        let more = (count as u64).saturating_sub(self.spare_count());
+        if more == 0 {
+            return None;
+        }
+        let size = Bytes(more.saturating_mul(self.granule.0));
+        match self.device.check_room(size) {
+            Err(DeviceError::OutOfMemory { info }) => {
+                let free = info.free.0 / self.granule.0;
+                Some((more.saturating_sub(free).max(1), info))
+            }
+            _ => None,
+        }
     }
 
     /// As [`take`](Self::take), past the limit of a budget that is part of another.

@@ -9,12 +9,15 @@
 //! Scopes carry no correctness: the worst that a collision of contexts or a wrong position can do is
 //! to put a buffer into the other space.
 //!
+//! Nested as deep as one likes, a scope costs what it costs outermost: nothing walks up a whole path.
+//!
 //! May import: layer 0, `placer` for units, `stats`.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::bits::BitSet;
 use crate::mix::{self, MixBuild};
+use crate::path;
 use crate::placer::Units;
 use crate::stats::ScopeStats;
 use crate::units::{ALIGNMENT, Bytes};
@@ -32,6 +35,10 @@ struct Counter {
 struct Node {
     name: Box<str>,
     parent: Option<u32>,
+    /// Names on the path, this one included.
+    depth: u32,
+    /// Where the path had [`path::ENDS`] names, or this one while it has no more.
+    head: u32,
     children: HashMap<Box<str>, u32>,
     runs: u64,
     /// Most units live at once in any run.
@@ -93,17 +100,23 @@ impl Scopes {
     }
 
     fn new_node(&mut self, name: &str, parent: Option<u32>) -> u32 {
-        let node = Node {
+        let number = self.unused.pop().unwrap_or_else(|| {
+            self.nodes.push(Node::default());
+            u32::try_from(self.nodes.len() - 1).expect("scope paths are numbered by u32")
+        });
+        let outer = parent.map(|parent| &self.nodes[parent as usize]);
+        let depth = outer.map_or(0, |outer| outer.depth) + 1;
+        let head = outer.map(|outer| outer.head);
+        self.nodes[number as usize] = Node {
             name: name.into(),
             parent,
+            depth,
+            head: head
+                .filter(|_| depth as usize > path::ENDS)
+                .unwrap_or(number),
             ..Node::default()
         };
-        if let Some(number) = self.unused.pop() {
-            self.nodes[number as usize] = node;
-            return number;
-        }
-        self.nodes.push(node);
-        u32::try_from(self.nodes.len() - 1).expect("scope paths are numbered by u32")
+        number
     }
 
     /// Opens the step's own scope.
@@ -129,9 +142,10 @@ impl Scopes {
         self.run
     }
 
-    /// How many scopes were opened inside a run of a scope that is open, and are.
+    /// How many scopes were opened inside a run of a scope that is open, and are. Runs are numbered as they begin.
     pub fn opened_since(&self, run: u64) -> Option<usize> {
-        self.stack.iter().rev().position(|open| open.run == run)
+        let at = self.stack.binary_search_by_key(&run, |open| open.run);
+        Some(self.stack.len() - 1 - at.ok()?)
     }
 
     fn open(&mut self, path: u32, live: u64, strict: bool) {
@@ -274,12 +288,10 @@ impl Scopes {
 
     /// A position was found to survive; returns the number of its step's name.
     pub fn add_survivor(&mut self, position: Position) -> u32 {
-        let mut path = self.path_of[position.0 as usize];
+        let path = self.path_of[position.0 as usize];
         self.nodes[path as usize].survivor_positions += 1;
-        while let Some(parent) = self.nodes[path as usize].parent {
-            path = parent;
-        }
-        path
+        let head = self.nodes[path as usize].head;
+        self.up_from(head).last().unwrap_or(head)
     }
 
     /// Path of the innermost open scope: `step/down.0/attention`.
@@ -289,9 +301,9 @@ impl Scopes {
             .map_or_else(String::new, |open| self.path_text(open.path))
     }
 
-    fn depth_of(&self, path: u32) -> usize {
-        let parent = |&path: &u32| self.nodes[path as usize].parent;
-        std::iter::successors(Some(path), parent).count()
+    /// A path, and those around it, the innermost first.
+    fn up_from(&self, path: u32) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(path), |&path| self.nodes[path as usize].parent)
     }
 
     /// Path of a counter of a position.
@@ -299,17 +311,18 @@ impl Scopes {
         self.path_of[counter as usize]
     }
 
-    /// A path with all its names: `step/down.0/attention`.
+    /// A path by its names: `step/down.0/attention`.
     pub fn path_text(&self, path: u32) -> String {
-        let mut names = Vec::new();
-        let mut next = Some(path);
-        while let Some(path) = next {
-            let node = &self.nodes[path as usize];
-            names.push(&*node.name);
-            next = node.parent;
-        }
-        names.reverse();
-        names.join("/")
+        let Node { depth, head, .. } = self.nodes[path as usize];
+        let names = |path: u32, count: usize| {
+            let paths = self.up_from(path).take(count);
+            let mut names: Vec<&str> = paths.map(|path| self.name(path)).collect();
+            names.reverse();
+            names
+        };
+        let (depth, ends) = (depth as usize, path::ENDS);
+        let innermost = names(path, depth.saturating_sub(ends).min(ends));
+        path::text(depth, names(head, ends).into_iter(), innermost.into_iter())
     }
 
     /// Name of a path's last part.
@@ -319,20 +332,18 @@ impl Scopes {
 
     /// Every scope that was entered, each after its parent.
     pub fn stats(&self) -> Vec<ScopeStats> {
-        let open_peak = |path: u32| {
-            self.stack
-                .iter()
-                .filter(|open| open.path == path)
-                .map(|open| open.peak)
-                .max()
-        };
+        let mut open_peaks: HashMap<u32, u64, MixBuild> = HashMap::default();
+        for open in &self.stack {
+            let peak = open_peaks.entry(open.path).or_default();
+            *peak = open.peak.max(*peak);
+        }
         let unused: HashSet<u32> = self.unused.iter().copied().collect();
         let mut paths: Vec<u32> = (0..self.nodes.len() as u32)
             .filter(|path| !unused.contains(path))
             .collect();
         if self.has_forgotten {
             // Numbers that were given out again are in no order.
-            paths.sort_by_key(|&path| self.depth_of(path));
+            paths.sort_by_key(|&path| self.nodes[path as usize].depth);
         }
         paths
             .into_iter()
@@ -341,7 +352,9 @@ impl Scopes {
                 ScopeStats {
                     path: self.path_text(path),
                     runs: node.runs,
-                    peak: Bytes(node.peak.max(open_peak(path).unwrap_or(0)) * ALIGNMENT.0),
+                    peak: Bytes(
+                        node.peak.max(open_peaks.get(&path).copied().unwrap_or(0)) * ALIGNMENT.0,
+                    ),
                     breaks: node.breaks,
                     survivor_positions: node.survivor_positions,
                 }

@@ -94,7 +94,7 @@ pub struct Compiled {
 /// One distinct path of a step through the graph: a step's name and its sequence of sizes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BranchStats {
-    /// Name of the step.
+    /// Name of the step; both ends of one of more than 128 bytes.
     pub name: String,
     /// Allocations in it.
     pub allocs: u64,
@@ -121,7 +121,8 @@ pub struct BranchStats {
 /// One scope path.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScopeStats {
-    /// Names from the step down, joined by `/`.
+    /// Names from the step down, joined by `/`. Of more than 32 names the first and the last 16, of a name of more than
+    /// 128 bytes both ends: what is between is `…`, so that deep paths may have the same text.
     pub path: String,
     /// Runs.
     pub runs: u64,

@@ -5,6 +5,8 @@
 //! Opening a scope returns no error, and models have scopes deep inside. So a watch that cannot do its work
 //! unwinds up to the step, or [`catch_scopes`], which returns the error; elsewhere it is a panic.
 //!
+//! A watch is lent the names of the open scopes, so that opening one costs the same at any depth.
+//!
 //! May import: layer 0; `bookkeeping`.
 
 use std::any::Any;
@@ -16,6 +18,7 @@ use std::sync::{PoisonError, RwLock, Weak};
 
 use crate::bookkeeping::Bookkeeping;
 use crate::error::Error;
+use crate::path;
 
 /// Why a watch could not do its work.
 pub type Refusal = Box<dyn std::error::Error + Send + Sync>;
@@ -25,7 +28,7 @@ pub trait ScopeWatch: Send + Sync {
     /// A scope has opened on this thread; `path` has the names of all that are open, the outermost
     /// first, without the step. What is returned is dropped when the scope closes.
     ///
-    /// What it allocates is served by no step. It may not open scopes.
+    /// What it allocates is served by no step. It may not open scopes: of those that it does, no watch is told.
     ///
     /// # Errors
     /// When the scope's work cannot run: the step then ends with [`Error::Scope`] and this as its reason.
@@ -35,21 +38,74 @@ pub trait ScopeWatch: Send + Sync {
 static WATCHES: RwLock<Vec<Weak<dyn ScopeWatch>>> = RwLock::new(Vec::new());
 static ANY: AtomicBool = AtomicBool::new(false);
 
-/// A scope that is open while somebody watches.
-struct Open {
+/// The scopes of a thread, the outermost first. One that was closed before those in it stays, marked, until the next
+/// one opens; the last one is open.
+struct Scopes {
+    names: Vec<String>,
+    /// As long as `names`, but while those are lent.
+    opened: Vec<Opened>,
+    closed: usize,
+    /// Whether watches are being told, and have the names.
+    is_lent: bool,
+}
+
+/// A scope that was opened while somebody watches.
+struct Opened {
     number: u64,
-    name: String,
-    /// What watches keep until it closes.
-    kept: Vec<Box<dyn Any>>,
+    /// What watches keep until it closes; `None` when it has.
+    kept: Option<Vec<Box<dyn Any>>>,
+}
+
+impl Scopes {
+    const fn new() -> Self {
+        Self {
+            names: Vec::new(),
+            opened: Vec::new(),
+            closed: 0,
+            is_lent: false,
+        }
+    }
+
+    /// Forgets the closed ones: those at the end, or all where another one is about to open.
+    fn tidy(&mut self, all: bool) {
+        if self.is_lent || self.closed == 0 {
+            return;
+        }
+        let is_closed = |opened: &Opened| opened.kept.is_none();
+        while self.opened.last().is_some_and(is_closed) {
+            self.opened.pop();
+            self.names.pop();
+            self.closed -= 1;
+        }
+        if all && self.closed > 0 {
+            let mut opened = self.opened.iter();
+            self.names.retain(|_| !opened.next().is_some_and(is_closed));
+            self.opened.retain(|opened| !is_closed(opened));
+            self.closed = 0;
+        }
+    }
+}
+
+/// The names of a thread's open scopes, which go back when this is dropped.
+struct Lent(Vec<String>);
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        OPEN.with(|all| {
+            let mut all = all.borrow_mut();
+            all.names = std::mem::take(&mut self.0);
+            all.is_lent = false;
+            all.tidy(false);
+        });
+    }
 }
 
 /// Scopes opened so far; 0 is none.
 static NUMBER: AtomicU64 = AtomicU64::new(1);
 
 thread_local! {
-    /// Open scopes, the outermost first.
-    static OPEN: ManuallyDrop<RefCell<Vec<Open>>> =
-        const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    static OPEN: ManuallyDrop<RefCell<Scopes>> =
+        const { ManuallyDrop::new(RefCell::new(Scopes::new())) };
     /// How many callers up the stack return the error of a scope.
     static CATCHING: Cell<u32> = const { Cell::new(0) };
 }
@@ -112,7 +168,7 @@ pub(crate) fn opened(name: &str) -> Result<u64, Error> {
         }
     }
 
-    if !ANY.load(Ordering::Acquire) {
+    if !ANY.load(Ordering::Acquire) || OPEN.with(|all| all.borrow().is_lent) {
         return Ok(0);
     }
     let _bookkeeping = Bookkeeping::begin();
@@ -121,28 +177,31 @@ pub(crate) fn opened(name: &str) -> Result<u64, Error> {
         .unwrap_or_else(PoisonError::into_inner)
         .clone();
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let open = Open {
-        number,
-        name: name.to_owned(),
-        kept: Vec::new(),
-    };
-    let path: Vec<String> = OPEN.with(|all| {
+    let names = OPEN.with(|all| {
         let mut all = all.borrow_mut();
-        all.push(open);
-        all.iter().map(|open| open.name.clone()).collect()
+        all.tidy(true);
+        let kept = Some(Vec::new());
+        all.opened.push(Opened { number, kept });
+        all.names.push(name.to_owned());
+        all.is_lent = true;
+        std::mem::take(&mut all.names)
     });
+    // Dropped in this order where a watch refuses or panics: first the names go back.
     let undo = Undo(number);
+    let lent = Lent(names);
     for watch in watches.iter().filter_map(Weak::upgrade) {
-        let kept = watch.opened(&path).map_err(|reason| Error::Scope {
-            path: path.join("/"),
+        let kept = watch.opened(&lent.0).map_err(|reason| Error::Scope {
+            path: path::text_of(&lent.0),
             reason: reason.to_string(),
         })?;
         OPEN.with(|all| {
-            if let Some(open) = all.borrow_mut().last_mut() {
-                open.kept.extend(kept);
+            let mut all = all.borrow_mut();
+            if let Some(all_kept) = all.opened.last_mut().and_then(|last| last.kept.as_mut()) {
+                all_kept.extend(kept);
             }
         });
     }
+    drop(lent);
     std::mem::forget(undo);
     Ok(number)
 }
@@ -150,11 +209,17 @@ pub(crate) fn opened(name: &str) -> Result<u64, Error> {
 /// Closes a scope, in whatever order.
 pub(crate) fn closed(number: u64) {
     let _bookkeeping = Bookkeeping::begin();
-    let open = OPEN.with(|all| {
+    let kept = OPEN.with(|all| {
         let mut all = all.borrow_mut();
-        let at = all.iter().rposition(|open| open.number == number)?;
-        Some(all.remove(at))
+        // A thread's scopes are numbered as they open.
+        let at = all
+            .opened
+            .binary_search_by_key(&number, |opened| opened.number);
+        let kept = all.opened[at.ok()?].kept.take()?;
+        all.closed += 1;
+        all.tidy(false);
+        Some(kept)
     });
     // Outside of the borrow: what was kept is foreign.
-    drop(open);
+    drop(kept);
 }

@@ -325,7 +325,10 @@ fn fails(
 }
 
 fn is_of_device(error: &Error) -> bool {
-    matches!(error, Error::Device { .. } | Error::OutOfMemory { .. })
+    matches!(
+        error,
+        Error::Device { .. } | Error::OutOfMemory { .. } | Error::Reservation { .. }
+    )
 }
 
 #[test]

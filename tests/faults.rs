@@ -89,7 +89,7 @@ fn fail_each(call: Option<Call>, error: &DeviceError, repeat: Repeat) -> u64 {
             Ok(pair) => pair,
             Err(refused) => {
                 assert!(
-                    matches!(refused, Error::Device { .. } | Error::OutOfMemory { .. }),
+                    matches!(refused, Error::Device { .. } | Error::Reservation { .. }),
                     "{refused}"
                 );
                 assert!(

@@ -29,8 +29,12 @@ pub(super) use self::driver::Locked;
 use self::driver::{Current, Gpu};
 use super::{
     Call, Device, DeviceError, Fence, HostMemory, MemoryInfo, Moment, OUTSIDE, PageId, StreamId,
+    heap_allows,
 };
 use crate::units::{Address, Bytes};
+
+/// Pages from which on the driver is asked for its memory before the first is created.
+const MANY: u64 = 64;
 
 /// Memory of an NVIDIA GPU: pages of the driver's granule (2 MiB) that can stand under many addresses.
 ///
@@ -337,6 +341,18 @@ unsafe impl Device for Cuda {
         self.gpu.memory()
     }
 
+    /// What the driver's pool keeps may be given back before the last page is created: so only what is more than the
+    /// GPU has at all is refused, and it is asked where many pages are wanted, which cost far more than asking.
+    fn check_room(&self, size: Bytes) -> Result<(), DeviceError> {
+        if size.0 / self.granule.0 < MANY {
+            return Ok(());
+        }
+        match self.memory() {
+            Ok(info) if size > info.total => Err(DeviceError::OutOfMemory { info }),
+            _ => Ok(()),
+        }
+    }
+
     fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError> {
         let _current = self.enter(Call::Write)?;
         let books = self.books();
@@ -361,6 +377,9 @@ unsafe impl Device for Cuda {
     /// Page-locked memory; ordinary memory, from which copies are slower, where the system locks no more.
     fn host_memory(&self, size: Bytes) -> Result<HostMemory, DeviceError> {
         let gpu = Gpu::new(self.ordinal)?;
+        if !heap_allows(size) {
+            return Err(invalid(Call::Write, "the host has not so much memory"));
+        }
         match gpu.lock_host_memory(size) {
             Ok(locked) => Ok(HostMemory::locked(locked)),
             Err(error) => {

@@ -21,14 +21,16 @@
 //!
 //! May import: `device`, `units`.
 
+mod cgroup;
+mod limits;
 mod os;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs::File;
-use std::io::Read as _;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use self::limits::Limits;
+pub(crate) use self::limits::allows as heap_allows;
 use self::os::{Errno, PageFile, Range, Spare};
 use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
@@ -40,8 +42,11 @@ use crate::units::{Address, Bytes};
 /// `allow` is found. A child made by `fork` does not inherit mapped places (`MADV_DONTFORK`).
 ///
 /// A page is backed when it is created, so that want of memory is an error there and not a `SIGBUS`
-/// later. Where a container limits memory, the kernel may still end the process instead of failing
-/// the call (cgroups(7)): [`Limiting`](super::adaptor::Limiting) is the cure.
+/// later. The kernel refuses nothing where memory is short: it ends processes. So a page is refused before, as
+/// [`OutOfMemory`](DeviceError::OutOfMemory), where the machine (`MemAvailable`), a control group of this process
+/// or of those around it (`memory.max`, cgroups(7)), or `ulimit -f` has not so much left; a 32nd of the first two,
+/// 4 to 256 MiB, stays for others. Addresses are refused, as [`NoAddresses`](DeviceError::NoAddresses), where
+/// `ulimit -v` has not so many left beside a 16th for others, 64 MiB at most.
 ///
 /// The kernel allows a process 65,530 mappings by default (`vm.max_map_count`, proc_sys_vm(5));
 /// neighbouring places over neighbouring pages count as one. `create` therefore takes the lowest free
@@ -91,7 +96,7 @@ pub struct Host {
 }
 
 /// Who is where.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Books {
     /// Reserved ranges by their base.
     ranges: BTreeMap<Address, Range>,
@@ -111,6 +116,7 @@ struct Books {
     /// Given up so that `unmap` works where the kernel allows no further mapping; `None` only between
     /// that and the next `unmap` that leaves room for it.
     spare: Option<Spare>,
+    limits: Limits,
 }
 
 /// A granule of a range with a page under it.
@@ -166,8 +172,16 @@ impl Host {
         let file = PageFile::new().map_err(driver(Call::Create))?;
         let spare = Spare::new().map_err(driver(Call::Create))?;
         let books = Books {
+            ranges: BTreeMap::new(),
+            places: BTreeMap::new(),
+            pages: BTreeMap::new(),
+            free_pieces: BTreeSet::new(),
+            piece_count: 0,
+            next_page: 0,
+            fences: BTreeSet::new(),
+            next_fence: 0,
             spare: Some(spare),
-            ..Books::default()
+            limits: Limits::new(),
         };
         Ok(Self {
             granule,
@@ -247,6 +261,43 @@ impl Host {
     fn offset(&self, piece: u64) -> Bytes {
         Bytes(piece * self.granule.0)
     }
+
+    /// Bytes of pages that the file can still have (`ulimit -f`), and that it can have at most.
+    fn file_room(&self, books: &Books) -> MemoryInfo {
+        let total = os::file_limit();
+        let free = total.saturating_sub(self.offset(books.piece_count));
+        let pieces = self.offset(books.free_pieces.len() as u64);
+        MemoryInfo {
+            free: free.checked_add(pieces).unwrap_or(free),
+            total,
+        }
+    }
+
+    /// Whether `size` bytes of pages can be created: nothing that ends the process, or the machine, is tried.
+    fn check_free(&self, books: &mut Books, size: Bytes) -> Result<(), DeviceError> {
+        let is_in_file = size <= self.offset(books.free_pieces.len() as u64);
+        let of_file = if is_in_file {
+            None
+        } else {
+            Some(self.file_room(books))
+        };
+        let tighter = |info: MemoryInfo| match of_file {
+            Some(file) => MemoryInfo {
+                free: info.free.min(file.free),
+                total: info.total.min(file.total),
+            },
+            None => info,
+        };
+        let checked = books.limits.check(size);
+        let refused = match (checked, of_file) {
+            (Err(info), _) => tighter(info),
+            (Ok(()), Some(file)) if size > file.free => {
+                tighter(books.limits.look().unwrap_or(file))
+            }
+            (Ok(()), _) => return Ok(()),
+        };
+        Err(DeviceError::OutOfMemory { info: refused })
+    }
 }
 
 // SAFETY: a range is one that the kernel has just reserved for this process, and stays reserved until
@@ -264,6 +315,7 @@ unsafe impl Device for Host {
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.check_granules(Call::Reserve, Address(0), size)?;
+        limits::check_addresses(size)?;
         let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;
         let base = range.base();
         self.books().ranges.insert(base, range);
@@ -287,6 +339,7 @@ unsafe impl Device for Host {
 
     fn create(&self) -> Result<PageId, DeviceError> {
         let mut books = self.books();
+        self.check_free(&mut books, self.granule)?;
         let piece = books
             .free_pieces
             .first()
@@ -310,6 +363,7 @@ unsafe impl Device for Host {
         if !books.free_pieces.remove(&piece) {
             books.piece_count += 1;
         }
+        books.limits.take(self.granule);
         let page = PageId(books.next_page);
         books.next_page += 1;
         books.pages.insert(
@@ -336,6 +390,7 @@ unsafe impl Device for Host {
             .map_err(driver(Call::Release))?;
         books.pages.remove(&page);
         books.free_pieces.insert(piece);
+        books.limits.give(self.granule);
         Ok(())
     }
 
@@ -446,14 +501,20 @@ unsafe impl Device for Host {
         }
     }
 
-    /// `MemAvailable` and `MemTotal` of proc_meminfo(5): what can be had without swapping, the page
-    /// cache that the kernel would drop included. Without `/proc`, sysinfo(2), which leaves that out.
+    /// By the tightest of the limits that a page is checked against. Without swap, the page cache that the kernel
+    /// would drop is free; without `/proc`, by sysinfo(2), it is not.
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
-        if let Some(info) = meminfo() {
-            return Ok(info);
-        }
-        let (free, total) = os::free_and_total().map_err(driver(Call::Memory))?;
-        Ok(MemoryInfo { free, total })
+        let mut books = self.books();
+        let info = books.limits.look().map_err(driver(Call::Memory))?;
+        let of_file = self.file_room(&books);
+        Ok(MemoryInfo {
+            free: info.free.min(of_file.free),
+            total: info.total.min(of_file.total),
+        })
+    }
+
+    fn check_room(&self, size: Bytes) -> Result<(), DeviceError> {
+        self.check_free(&mut self.books(), size)
     }
 
     fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -479,29 +540,6 @@ unsafe impl Device for Host {
         unsafe { os::fill(at, size, value) }
         Ok(())
     }
-}
-
-/// Memory by `/proc/meminfo`, without a heap allocation; `None` where it cannot be read.
-fn meminfo() -> Option<MemoryInfo> {
-    let mut text = [0; 4096];
-    let mut length = 0;
-    let mut file = File::open("/proc/meminfo").ok()?;
-    while length < text.len() {
-        match file.read(&mut text[length..]).ok()? {
-            0 => break,
-            read => length += read,
-        }
-    }
-    let text = std::str::from_utf8(&text[..length]).ok()?;
-    let field = |name: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
-        Some(Bytes(kib.checked_mul(1024)?))
-    };
-    Some(MemoryInfo {
-        free: field("MemAvailable:")?,
-        total: field("MemTotal:")?,
-    })
 }
 
 impl fmt::Debug for Host {

@@ -1,11 +1,12 @@
 //! Memory of the host from which copies to a device are enqueued.
 //!
-//! May import: `units`, `device/cuda`.
+//! May import: `units`, `device`, `device/cuda`.
 
 use std::fmt;
 
 #[cfg(feature = "cuda")]
 use super::cuda::Locked;
+use super::heap_allows;
 use crate::units::Bytes;
 
 /// Bytes of the host, of unspecified contents at first. A GPU copies from them beside its other work where they are
@@ -21,11 +22,15 @@ enum Backing {
 }
 
 impl HostMemory {
-    /// Ordinary memory; `None` when there is not so much.
+    /// Ordinary memory; `None` when there is not so much: on Linux also where the machine, or a control group of
+    /// this process, has not so much left, which would end the process and not the call.
     #[must_use]
     pub fn ordinary(size: Bytes) -> Option<Self> {
         let mut bytes = Vec::new();
         let len = usize::try_from(size.0).ok()?;
+        if !heap_allows(size) {
+            return None;
+        }
         bytes.try_reserve_exact(len).ok()?;
         bytes.resize(len, 0);
         Some(Self(Backing::Ordinary(bytes)))

@@ -30,7 +30,15 @@ mod memory;
 pub use cuda::Cuda;
 #[cfg(target_os = "linux")]
 pub use host::Host;
+#[cfg(target_os = "linux")]
+pub(crate) use host::heap_allows;
 pub use memory::HostMemory;
+
+/// Whether the heap may grow by so many bytes that will all be written: nobody says elsewhere.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn heap_allows(_: Bytes) -> bool {
+    true
+}
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -147,6 +155,17 @@ pub unsafe trait Device: Debug + Send + Sync {
 
     /// Physical memory, free and in total.
     fn memory(&self) -> Result<MemoryInfo, DeviceError>;
+
+    /// Whether `size` bytes of pages could be created now, where a device can tell at once and for certain that
+    /// they could not: a caller that needs many pages asks before it creates the first. That nothing is refused here
+    /// promises nothing.
+    ///
+    /// # Errors
+    /// [`OutOfMemory`](DeviceError::OutOfMemory).
+    fn check_room(&self, size: Bytes) -> Result<(), DeviceError> {
+        let _ = size;
+        Ok(())
+    }
 
     /// Copies `bytes` into mapped and allowed memory at `at`. For tests and small transfers.
     fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError>;

@@ -9,6 +9,7 @@ use super::Engine;
 use crate::graph::ends;
 use crate::graph::tape::{Entry, SURVIVOR};
 use crate::mix::MixBuild;
+use crate::path;
 use crate::placer::NO_FRAME;
 use crate::report::{Branch, Buffer, Report};
 use crate::units::{ALIGNMENT, Bytes};
@@ -45,7 +46,7 @@ impl Engine {
                 }
             });
             Branch {
-                name: self.scopes.name(branch.name).to_owned(),
+                name: path::of_name(self.scopes.name(branch.name)).into_owned(),
                 buffers: buffers.collect(),
             }
         });

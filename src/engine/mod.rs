@@ -523,7 +523,10 @@ impl Engine {
 
     /// What a refusal of the arena means to the caller.
     fn error(&self, refusal: Refusal, len: Units) -> Error {
-        let asked = Bytes(u64::from(len) * ALIGNMENT.0);
+        self.error_of(refusal, Bytes(u64::from(len) * ALIGNMENT.0))
+    }
+
+    fn error_of(&self, refusal: Refusal, asked: Bytes) -> Error {
         let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
         match refusal {
             Refusal::OverBudget { budget, free } => Error::OverBudget {

@@ -3,6 +3,7 @@
 //! May import: what `engine` may.
 
 use super::{Allocation, Engine, OnError, Recording};
+use crate::arena::Refusal;
 use crate::error::{Error, Expected};
 use crate::graph::Kind;
 use crate::graph::tape::{Entry, SURVIVOR};
@@ -31,10 +32,7 @@ impl Engine {
         // More units than 32 bits count are more than any range has.
         let result = match Units::try_from(size.0.div_ceil(ALIGNMENT.0)) {
             Ok(len) => self.serve(len, on_error),
-            Err(_) => Err(Error::AddressSpace {
-                asked: size,
-                reserved: self.arena.reserved(),
-            }),
+            Err(_) => Err(self.too_large(size)),
         };
         if on_error == OnError::Postpone
             && let Ok(Allocation::Here(address)) = result
@@ -50,6 +48,12 @@ impl Engine {
             }
             result => result,
         }
+    }
+
+    /// Why a buffer of more units than 32 bits count is refused.
+    fn too_large(&self, size: Bytes) -> Error {
+        let hopeless = self.arena.check_hopeless(size);
+        self.error_of(hopeless.err().unwrap_or(Refusal::AddressSpace), size)
     }
 
     /// Lets the step return an error at its end, unless it has one already.

@@ -11,6 +11,7 @@ use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
 use crate::graph::tape::{SURVIVOR, Tapes};
+use crate::path;
 use crate::placer::{NO_FRAME, Space};
 use crate::stats::{BranchStats, Stats, StepReport};
 use crate::units::{ALIGNMENT, Address, Bytes};
@@ -490,7 +491,7 @@ impl Engine {
                 .into_iter()
                 .map(|at| (at, &self.tapes.branches[at]))
                 .map(|(at, branch)| BranchStats {
-                    name: self.scopes.name(branch.name).to_owned(),
+                    name: path::of_name(self.scopes.name(branch.name)).into_owned(),
                     allocs: self.tapes.len_of(at) as u64,
                     events: branch.events,
                     runs: branch.runs,

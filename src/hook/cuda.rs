@@ -426,9 +426,11 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
         if current::free_replayed(on, address) {
             return SUCCESS;
         }
-        let freed = code_of(current::free_on(on, address));
-        if let Some(code) = freed.or_else(|| weight_freed(address)) {
-            return code;
+        if current::is_in_a_range(address) {
+            let freed = code_of(current::free_on(on, address));
+            if let Some(code) = freed.or_else(|| weight_freed(address)) {
+                return code;
+            }
         }
     }
     FREES.fetch_add(1, Ordering::Relaxed);
@@ -451,6 +453,7 @@ pub unsafe fn free(at: u64) -> Code {
     }
     let address = Address(at);
     if current::may_own(address)
+        && current::is_in_a_range(address)
         && let Some(code) =
             code_of(current::free_synchronous(address)).or_else(|| weight_freed(address))
     {

@@ -112,8 +112,9 @@ fn take_back(pointer: *mut u8) -> bool {
         && without_unwinding(|| match current::free_here(address, By::Hook) {
             Some(_) => true,
             None => {
-                current::free_elsewhere(address, None, By::Hook).is_ok()
-                    || weights::take_back(address)
+                current::is_in_a_range(address)
+                    && (current::free_elsewhere(address, None, By::Hook).is_ok()
+                        || weights::take_back(address))
             }
         })
 }

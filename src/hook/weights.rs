@@ -50,7 +50,7 @@ struct Open(Arc<Placed>);
 
 impl Open {
     fn new(range: WeightRange) -> Self {
-        current::widen(range.base(), range.size());
+        current::add_range(range.base(), range.size());
         let placed = Arc::new(Placed {
             range,
             live: AtomicU64::new(0),
@@ -180,7 +180,14 @@ impl SliceRange {
 impl Placed {
     fn end_if_last(self: &Arc<Self>) {
         if self.closed.load(Ordering::SeqCst) && self.live.load(Ordering::SeqCst) == 0 {
-            change(|ranges| ranges.retain(|other| !Arc::ptr_eq(other, self)));
+            // Whoever finds it here takes it away, and its addresses with it.
+            change(|ranges| {
+                let at = ranges.iter().position(|other| Arc::ptr_eq(other, self));
+                if let Some(at) = at {
+                    current::remove_range(self.range.base());
+                    ranges.remove(at);
+                }
+            });
         }
     }
 
@@ -219,7 +226,7 @@ pub(super) fn serve(layout: Layout) -> Option<Address> {
 
 /// Whether an address lies in a range of vectors.
 pub(super) fn owns(address: Address) -> bool {
-    current::may_own(address) && owner(address).is_some()
+    current::may_own(address) && current::is_in_a_range(address) && owner(address).is_some()
 }
 
 /// Takes a vector's memory back; `false` when it lies in no range of vectors.

@@ -75,6 +75,9 @@ pub(super) struct Books {
 }
 
 impl Books {
+    /// What is written down of each page of a range.
+    pub const BYTES_A_PAGE: Bytes = Bytes(size_of::<Slot>() as u64);
+
     pub fn new(budget: Budget) -> Self {
         Self {
             ranges: BTreeMap::new(),
@@ -346,6 +349,8 @@ impl Books {
         if self.budget.free().0 / granule.0 + spare < missing.len() as u64 {
             self.shed();
         }
+        // Before the first one is created, and after each time that something was given up for them.
+        let mut has_room = false;
         let fits = loop {
             let wanted = missing.len() - taken.len();
             if wanted == 0 {
@@ -358,7 +363,10 @@ impl Books {
             {
                 // Where the device has even less, all of the shortfall is looked for at once.
                 room = room.min(info.free.0 / granule.0);
+            } else if !has_room && let Some((_, info)) = pages.lacking(wanted) {
+                room = room.min(info.free.0 / granule.0);
             }
+            has_room = true;
             let mut short = (wanted as u64).saturating_sub(room + pages.spare_count());
             if short == 0 {
                 match pages.take() {
@@ -374,6 +382,7 @@ impl Books {
                     Err(_) => break Ok(false),
                 }
             }
+            has_room = false;
             // What others have beyond the limit has to leave room too.
             short += self.over().0.div_ceil(granule.0);
             asked = twice(asked, short);

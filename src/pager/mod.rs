@@ -67,7 +67,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use self::books::Books;
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
-use crate::device::Device;
+use crate::device::{Device, heap_allows};
 use crate::error::Error;
 use crate::pages::Refused;
 use crate::units::{Address, Bytes};
@@ -252,6 +252,17 @@ impl Pager {
             return Err(Error::Option {
                 option: "size",
                 reason: format!("{size} is not 1 to {} pages of {granule}", u32::MAX),
+            });
+        }
+        let books = u64::from(page_count).saturating_mul(Books::BYTES_A_PAGE.0);
+        if !heap_allows(Bytes(books)) {
+            return Err(Error::Option {
+                option: "size",
+                reason: format!(
+                    "the books of {size} in pages of {granule} are {}, and the machine has not so much left (make \
+                     the pages larger)",
+                    Bytes(books)
+                ),
             });
         }
         let device = Arc::clone(&self.0.device);

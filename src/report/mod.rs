@@ -23,7 +23,7 @@ use crate::units::Bytes;
 pub struct Report {
     /// All numbers.
     pub stats: Stats,
-    /// The scope paths that buffers name: names from the step down, joined by `/`.
+    /// The scope paths that buffers name, as in [`ScopeStats::path`](crate::ScopeStats::path).
     pub scopes: Vec<String>,
     /// Branches, the most recent first, as in [`Stats::branches`].
     pub branches: Vec<Branch>,
@@ -32,7 +32,7 @@ pub struct Report {
 /// The last run of one branch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Branch {
-    /// Name of the step.
+    /// Name of the step; both ends of one of more than 128 bytes.
     pub name: String,
     /// Its buffers in the order in which they were allocated. None where it is not known how long they lived: of
     /// branches that were forgotten (`Options::edge_limit`), and of runs put together from several others.

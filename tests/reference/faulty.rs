@@ -153,5 +153,8 @@ impl Faulty {
 }
 
 fn is_of_device(error: &Error) -> bool {
-    matches!(error, Error::Device { .. } | Error::OutOfMemory { .. })
+    matches!(
+        error,
+        Error::Device { .. } | Error::OutOfMemory { .. } | Error::Reservation { .. }
+    )
 }

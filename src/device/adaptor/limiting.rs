@@ -82,6 +82,17 @@ unsafe impl<D: Device> Device for Limiting<D> {
         Ok(())
     }
 
+    /// Not beyond the limit, nor beyond what upstream refuses.
+    fn check_room(&self, size: Bytes) -> Result<(), DeviceError> {
+        let free = self.limit.saturating_sub(self.held());
+        if size > free {
+            let total = self.limit;
+            let info = MemoryInfo { free, total };
+            return Err(DeviceError::OutOfMemory { info });
+        }
+        self.upstream.check_room(size)
+    }
+
     /// What upstream says, or the limit where that is less.
     fn memory(&self) -> Result<MemoryInfo, DeviceError> {
         let MemoryInfo { free, total } = self.upstream.memory()?;

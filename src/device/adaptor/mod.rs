@@ -87,6 +87,9 @@ macro_rules! forward {
     (@ memory $self:ident $upstream:expr) => {
         forward!(@@ memory() -> Result<MemoryInfo, DeviceError>, $self $upstream);
     };
+    (@ check_room $self:ident $upstream:expr) => {
+        forward!(@@ check_room(size: Bytes) -> Result<(), DeviceError>, $self $upstream);
+    };
     (@ write $self:ident $upstream:expr) => {
         forward!(@@ write(at: Address, bytes: &[u8]) -> Result<(), DeviceError>, $self $upstream);
     };
@@ -125,8 +128,8 @@ use forward;
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, is_capturing, trim_pool, memory, write, read, fill, host_memory,
-        copy_stream, enqueue_copy, moment, elapsed);
+        synchronise, fence, wait, is_capturing, trim_pool, memory, check_room, write, read, fill,
+        host_memory, copy_stream, enqueue_copy, moment, elapsed);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

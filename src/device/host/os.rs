@@ -9,14 +9,16 @@
 //! A [`Range`] only ever changes addresses that it reserved itself, so its methods are safe: whoever
 //! turns such an address into a reference answers for the memory behind it. Errors are `errno`s.
 //!
-//! May import: `units`, `libc`.
+//! May import: `units`, `host/cgroup` for reading small files, `libc`.
 
 use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
+use super::cgroup::read;
 use crate::units::{Address, Bytes};
 
 /// A value of `errno`.
@@ -60,6 +62,45 @@ pub(super) fn free_and_total() -> Result<(Bytes, Bytes), Errno> {
     )]
     let bytes = |units: libc::c_ulong| Bytes(units as u64 * u64::from(info.mem_unit));
     Ok((bytes(info.freeram), bytes(info.totalram)))
+}
+
+/// How long a file may become (`ulimit -f`): growing it further ends the process by a signal. `u64::MAX` for any length.
+pub(super) fn file_limit() -> Bytes {
+    limit(libc::RLIMIT_FSIZE)
+}
+
+/// How many addresses the process may have (`ulimit -v`); `u64::MAX` for any number.
+pub(super) fn address_limit() -> Bytes {
+    limit(libc::RLIMIT_AS)
+}
+
+/// The soft limit of getrlimit(2).
+fn limit(resource: libc::__rlimit_resource_t) -> Bytes {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: the kernel writes one `rlimit` to the address of one. If it does not, there is no limit.
+    let _ = unsafe { libc::getrlimit(resource, &raw mut limit) };
+    match limit.rlim_cur {
+        libc::RLIM_INFINITY => Bytes(u64::MAX),
+        #[allow(
+            clippy::useless_conversion,
+            reason = "rlim_t has 32 bits on some targets"
+        )]
+        current => Bytes(current.into()),
+    }
+}
+
+/// How many addresses the process has (the first number of `/proc/self/statm`); none where nobody says.
+pub(super) fn addresses_in_use() -> Bytes {
+    let mut text = [0; 128];
+    let text = read(Path::new("/proc/self/statm"), &mut text).unwrap_or_default();
+    let count = text.split(|&byte| byte == b' ').next().unwrap_or_default();
+    let count = std::str::from_utf8(count)
+        .ok()
+        .and_then(|count| count.parse::<u64>().ok());
+    Bytes(count.unwrap_or(0).saturating_mul(page_size().0))
 }
 
 /// An unnamed file in memory, whose pages are the physical pages of the device.

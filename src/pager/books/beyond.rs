@@ -20,6 +20,13 @@ impl Books {
         self.shed();
         let mut taken = Vec::with_capacity(missing.len());
         let mut refused = Staying::default();
+        if let Some((lacking, _)) = self.range(id).pages.lacking(missing.len()) {
+            // Where all that could go is too little, none is created.
+            let victims = self.victims(Some((id, Own::Except(pages))), lacking, &refused);
+            if (victims.len() as u64) < lacking {
+                return Ok(false);
+            }
+        }
         let (mut took, mut rounds, mut asked) = (false, 0, 0);
         let fits = loop {
             let wanted = (missing.len() - taken.len()) as u64;

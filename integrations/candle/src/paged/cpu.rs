@@ -209,7 +209,8 @@ impl ScopeWatch for Inner {
             paths,
             ..
         } = &mut *books;
-        let meant = paths.weights(path, weights.iter().map(|weight| weight.name.as_str()));
+        let all: &[Weight] = weights;
+        let meant = paths.weights(path, all.len(), |weight| all[weight].name.as_str());
         let pin = |&weight: &usize| self.pin(&mut weights[weight], copies);
         let pins: Vec<Pinned> = meant.iter().map(pin).collect::<Result<_>>()?;
         Ok((!pins.is_empty()).then(|| Box::new(pins) as Box<dyn Any>))
