@@ -8,33 +8,41 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames, then waits for
-//! the device and asks the driver for what its pool keeps. Only then there is no memory.
+//! Where pages come from, and what is done when they are short, is in `supply`.
 //!
-//! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
+//! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`, `accounts`.
+
+mod supply;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::accounts::{Account, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
 use crate::device::{Call, Device, DeviceError, PageId};
 use crate::pages::{Pages, Refused};
-use crate::placer::{Place, Placer, Plan, Source, Space, Units};
+use crate::placer::{NO_FRAME, Place, Placer, Plan, Source, Space, Units};
+use crate::shortage::Shortage;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// Why the arena has no memory for a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    OverBudget { budget: Bytes, free: Bytes },
-    OutOfMemory { free: Bytes },
+    /// The scope and what is live are the engine's to add, as in the next one.
+    OverBudget(Box<Shortage>),
+    OutOfMemory(Box<Shortage>),
     AddressSpace,
     Device { call: Call, source: DeviceError },
 }
 
 impl From<Refused> for Refusal {
-    fn from(Refused { call, source }: Refused) -> Self {
-        Self::Device { call, source }
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Device { call, source } => Self::Device { call, source },
+            // Only a page is claimed, and `supply` says what became of that.
+            Refused::Budget => Self::OverBudget(Box::default()),
+        }
     }
 }
 
@@ -70,6 +78,7 @@ impl Arena {
             Bytes(u64::from(page_count) * granule.0),
             page_count / 2,
             budget,
+            Owner::Steps,
         )?;
         Ok(Self {
             placer: Placer::new(page_units, page_count),
@@ -97,6 +106,11 @@ impl Arena {
         self.pages.held()
     }
 
+    /// What others see of it.
+    pub fn account(&self) -> &Account {
+        &self.pages.account
+    }
+
     pub fn calls(&self) -> u64 {
         self.pages.calls()
     }
@@ -110,6 +124,28 @@ impl Arena {
         self.incomplete.len() > 0
     }
 
+    /// Units in a page.
+    fn page_units(&self) -> Units {
+        (self.granule().0 / ALIGNMENT.0) as Units
+    }
+
+    /// The frames under a place that has some.
+    fn frames_under(&self, place: Place) -> Vec<u32> {
+        let frames = self.placer.pieces(place).map(|(frame, _, _)| frame);
+        frames.filter(|&frame| frame != NO_FRAME).collect()
+    }
+
+    /// The frames that a plan stands over, and how many pages it needs beside them.
+    fn frames_of(&self, plan: &Plan) -> (Vec<u32>, usize) {
+        let mut frames = self.frames_under(plan.place);
+        let sources = plan.maps.iter().map(|&(_, source)| source);
+        frames.extend(sources.clone().filter_map(|source| match source {
+            Source::Frame(frame) => Some(frame),
+            Source::New => None,
+        }));
+        (frames, sources.filter(|source| *source == Source::New).count())
+    }
+
     /// Whether every frame under `place` is complete.
     pub fn is_complete(&self, place: Place) -> bool {
         !self.is_trimmed()
@@ -121,32 +157,23 @@ impl Arena {
 
     /// Chooses a place, makes it accessible and marks it used. A refusal changes nothing.
     pub fn place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
+        let placed = self.try_place(len, space);
+        placed.map_err(|refusal| self.advise(refusal, len, space))
+    }
+
+    fn try_place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
         let plan = self.placer.plan(len, space).ok_or(Refusal::AddressSpace)?;
         if plan.maps.is_empty() {
-            self.complete(plan.place)?;
+            self.complete_frames(&self.frames_under(plan.place), 0)?;
             self.placer.occupy(plan.place);
             return Ok(plan.place);
         }
-        let mut frames: Vec<u32> = self
-            .placer
-            .pieces(plan.place)
-            .map(|(frame, _, _)| frame)
-            .collect();
-        frames.extend(plan.maps.iter().filter_map(|&(_, source)| match source {
-            Source::Frame(frame) => Some(frame),
-            Source::New => None,
-        }));
-        self.complete_frames(&frames)?;
-        let new_count = plan
-            .maps
-            .iter()
-            .filter(|(_, source)| *source == Source::New)
-            .count();
+        let (frames, new_count) = self.frames_of(&plan);
+        self.complete_frames(&frames, new_count)?;
         if space == Space::Survivors {
             self.reuse_loose(new_count)?;
         }
-        self.check_budget(new_count as u64, &frames)?;
-        let new = self.take_pages(new_count, &frames)?;
+        let new = self.take_pages(new_count, 0, &frames)?;
         match self.map_plan(&plan, &new) {
             Ok(()) => Ok(plan.place),
             Err(refusal) => {
@@ -180,74 +207,6 @@ impl Arena {
             self.page_of[frame as usize] = Some(id);
         }
         Ok(())
-    }
-
-    /// Takes `count` pages, all or none.
-    fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
-        let mut new = Vec::with_capacity(count);
-        let mut reclaimed = false;
-        while new.len() < count {
-            match self.pages.take_free() {
-                Ok(id) => new.push(id),
-                // Weights go first, then idle memory of the other space.
-                Err(refused)
-                    if refused.is_out_of_memory()
-                        && (self.evict_weights((count - new.len()) as u64)
-                            || self.trim_idle((count - new.len()) as u64, keep) > 0) => {}
-                Err(mut error) => {
-                    if error.is_out_of_memory() && !reclaimed {
-                        reclaimed = true;
-                        match self.pages.reclaim() {
-                            Ok(()) => continue,
-                            Err(refused) => error = refused,
-                        }
-                    }
-                    for id in new {
-                        drop(self.pages.give_back(id));
-                    }
-                    // What is free now that everything taken for this place is back.
-                    let free = self.pages.device.memory().map(|info| info.free);
-                    return Err(match (error.source, free) {
-                        (DeviceError::OutOfMemory { .. }, Ok(free)) => {
-                            Refusal::OutOfMemory { free }
-                        }
-                        (DeviceError::OutOfMemory { info }, Err(_)) => {
-                            Refusal::OutOfMemory { free: info.free }
-                        }
-                        (source, _) => Refusal::Device {
-                            call: error.call,
-                            source,
-                        },
-                    });
-                }
-            }
-        }
-        Ok(new)
-    }
-
-    fn check_budget(&mut self, count: u64, keep: &[u32]) -> Result<(), Refusal> {
-        let over = |arena: &Self| {
-            let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
-            more.saturating_sub(arena.pages.budget.free().0)
-                .div_ceil(arena.granule().0)
-        };
-        // Pages may stay claimed although they were given up: what was evicted is no measure.
-        while over(self) > 0 && self.evict_weights(over(self)) {}
-        if over(self) > 0 {
-            self.trim_idle(over(self), keep);
-        }
-        if over(self) > 0 {
-            let (budget, free) = (self.pages.budget.limit(), self.pages.budget.free());
-            Err(Refusal::OverBudget { budget, free })
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Has up to `count` pages of weights evicted; whether any was.
-    fn evict_weights(&mut self, count: u64) -> bool {
-        let wanted = Bytes(count * self.granule().0);
-        self.pages.budget.relieve(wanted) > Bytes::ZERO
     }
 
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
@@ -422,15 +381,13 @@ impl Arena {
         if self.is_complete(place) {
             return Ok(());
         }
-        let frames: Vec<u32> = self
-            .placer
-            .pieces(place)
-            .map(|(frame, _, _)| frame)
-            .collect();
-        self.complete_frames(&frames)
+        let completed = self.complete_frames(&self.frames_under(place), 0);
+        let space = self.placer.space_of(place.start / self.page_units());
+        completed.map_err(|refusal| self.advise(refusal, place.len, space))
     }
 
-    fn complete_frames(&mut self, frames: &[u32]) -> Result<(), Refusal> {
+    /// The same for frames; `more` new pages are needed beside them.
+    fn complete_frames(&mut self, frames: &[u32], more: usize) -> Result<(), Refusal> {
         if !self.is_trimmed() {
             return Ok(());
         }
@@ -443,8 +400,7 @@ impl Arena {
             .iter()
             .filter(|&&frame| self.page_of[frame as usize].is_none())
             .count();
-        self.check_budget(without as u64, frames)?;
-        let mut new = self.take_pages(without, frames)?;
+        let mut new = self.take_pages(without, more, frames)?;
         for frame in missing {
             let page = &mut self.page_of[frame as usize];
             let id = *page.get_or_insert_with(|| new.pop().expect("one page for each without"));

@@ -55,8 +55,8 @@ pub(crate) fn widen(base: Address, size: Bytes) {
 }
 
 /// Forgets an engine's addresses. The bounds stay: addresses are often handed out again.
-fn deregister(shared: &Arc<Shared>) {
-    change_registry(|registry| registry.retain(|other| !Arc::ptr_eq(other, shared)));
+fn deregister(shared: &Shared) {
+    change_registry(|registry| registry.retain(|other| !std::ptr::eq(&**other, shared)));
 }
 
 fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
@@ -367,17 +367,30 @@ pub(crate) fn free_elsewhere(
 }
 
 /// Ends a compiler: at once, or with its last buffer.
-pub(crate) fn orphan(engine: Box<Engine>) {
+pub(crate) fn orphan(mut engine: Box<Engine>) {
     let _bookkeeping = Bookkeeping::begin();
+    engine.drain_orphan();
+    if engine.live_count() > 0 {
+        // No step of its own will need them any more.
+        engine.lend(Bytes(u64::MAX));
+    }
     let shared = Arc::clone(&engine.shared);
     shared.handover.leave(engine);
     reap(&shared);
 }
 
 /// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
-fn reap(shared: &Arc<Shared>) {
+fn reap(shared: &Shared) {
+    reap_lending(shared, Bytes::ZERO);
+}
+
+/// The same, and has the engine give up to `wanted` bytes of what lies idle back.
+pub(crate) fn reap_lending(shared: &Shared, wanted: Bytes) {
     let ended = shared.handover.reap(|engine| {
         engine.drain_orphan();
+        if wanted > Bytes::ZERO {
+            engine.lend(wanted);
+        }
         let is_empty = engine.live_count() == 0;
         if is_empty {
             deregister(shared);

@@ -282,7 +282,7 @@ fn split_mix(state: &mut u64) -> u64 {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill,
+        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, allow, unmap, trim_pool, memory, write, read, fill,
         host_memory);
 
     fn is_capturing(&self, stream: StreamId) -> bool {
