@@ -133,10 +133,6 @@ impl Compiler {
         idle.is_some().then_some(idle)
     }
 
-    /// The same, for a step or for the end: nobody borrows from it any more.
-    fn take_engine(&mut self) -> Option<Box<Engine>> {
-        self.engine().map(Idle::take)
-    }
 
     /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
     /// A step that is dropped without [`Step::finish`] aborts.
@@ -145,7 +141,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let mut engine = self.take_engine().ok_or(Error::StepActive)?;
+        let mut engine = self.engine().ok_or(Error::StepActive)?.take();
         engine.begin(name);
         let serial = engine.serial;
         self.serial = serial;
@@ -275,8 +271,9 @@ impl Drop for PinnedLayout {
 impl Drop for Compiler {
     fn drop(&mut self) {
         // A step leaked on another thread keeps its engine: its buffers must stay valid.
-        if let Some(engine) = self.take_engine() {
-            current::orphan(engine);
+        if let Some(mut idle) = self.engine() {
+            // Whoever wants to borrow waits for what this gives back.
+            current::orphan(idle.take());
         }
     }
 }

@@ -65,7 +65,8 @@ impl<'s> Idle<'s> {
         *self.0 = Some(engine);
     }
 
-    pub fn take(mut self) -> Box<Engine> {
+    /// For a step, or the end. What is given back before this goes, those have who would borrow.
+    pub fn take(&mut self) -> Box<Engine> {
         self.0.take().expect("looked for where this is made")
     }
 }

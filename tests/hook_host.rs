@@ -293,23 +293,11 @@ fn without_memory_the_system_serves_and_the_step_reports_it() {
             Bytes::kib(32),
         );
         match error {
-            Error::OutOfMemory {
-                asked,
-                held,
-                live,
-                free,
-                ..
-            } if budget.is_none() => {
-                assert_eq!((asked, held, live, free), numbers);
+            Error::OutOfMemory(short) if budget.is_none() => {
+                assert_eq!((short.asked, short.held, short.live, short.free), numbers);
             }
-            Error::OverBudget {
-                asked,
-                held,
-                live,
-                free,
-                ..
-            } if budget.is_some() => {
-                assert_eq!((asked, held, live, free), numbers);
+            Error::OverBudget(short) if budget.is_some() => {
+                assert_eq!((short.asked, short.held, short.live, short.free), numbers);
             }
             other => panic!("{other}"),
         }
