@@ -25,7 +25,7 @@ use crate::shortage::{Remedy, Shortage};
 use crate::units::{ALIGNMENT, Bytes};
 
 /// How often pages are tried for again that others had taken for a while.
-const TRIES: usize = 3;
+const TRIES: usize = 16;
 /// How often a smaller request is looked for.
 const GUESSES: usize = 8;
 
