@@ -33,7 +33,10 @@ pub(crate) enum Refusal {
     OverBudget(Box<Shortage>),
     OutOfMemory(Box<Shortage>),
     AddressSpace,
-    Device { call: Call, source: DeviceError },
+    Device {
+        call: Call,
+        source: DeviceError,
+    },
 }
 
 impl From<Refused> for Refusal {
@@ -143,7 +146,10 @@ impl Arena {
             Source::Frame(frame) => Some(frame),
             Source::New => None,
         }));
-        (frames, sources.filter(|source| *source == Source::New).count())
+        (
+            frames,
+            sources.filter(|source| *source == Source::New).count(),
+        )
     }
 
     /// Whether every frame under `place` is complete.

@@ -133,7 +133,6 @@ impl Compiler {
         idle.is_some().then_some(idle)
     }
 
-
     /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
     /// A step that is dropped without [`Step::finish`] aborts.
     ///
@@ -194,7 +193,9 @@ impl Compiler {
     /// All numbers, between steps. All zero while a step is leaked on another thread.
     pub fn stats(&mut self) -> Stats {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(|mut engine| engine.stats()).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| engine.stats())
+            .unwrap_or_default()
     }
 
     /// Gives the memory of pages back that no live buffer uses. Addresses stay recorded: the next step
@@ -245,13 +246,17 @@ impl Compiler {
     /// step is leaked on another thread.
     pub fn report(&mut self) -> Report {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(|mut engine| engine.buffers()).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| engine.buffers())
+            .unwrap_or_default()
     }
 
     /// What a checker needs to know at this moment.
     pub fn snapshot(&mut self) -> Snapshot {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(|mut engine| Snapshot::of(&mut engine)).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| Snapshot::of(&mut engine))
+            .unwrap_or_default()
     }
 }
 

@@ -156,12 +156,20 @@ fn a_compiler_that_is_in_a_step_elsewhere_lends_nothing_and_lends_later() {
             run(lender, &mut a, 12).expect("there are 16");
             let step = a.begin("step").expect("a step");
             to_b.send(()).expect("b waits");
-            from_b.recv_timeout(Duration::from_secs(60)).expect("no deadlock");
+            from_b
+                .recv_timeout(Duration::from_secs(60))
+                .expect("no deadlock");
             step.finish().expect("the step ends well");
             to_b.send(()).expect("b waits");
-            from_b.recv_timeout(Duration::from_secs(60)).expect("no deadlock");
+            from_b
+                .recv_timeout(Duration::from_secs(60))
+                .expect("no deadlock");
         });
-        let wait = || from_a.recv_timeout(Duration::from_secs(60)).expect("no deadlock");
+        let wait = || {
+            from_a
+                .recv_timeout(Duration::from_secs(60))
+                .expect("no deadlock")
+        };
         wait();
         let Err(Error::OutOfMemory(short)) = run(&device, &mut b, 14) else {
             panic!("a is in a step with 12 of 16");
@@ -180,7 +188,10 @@ fn a_pinned_layout_lends_nothing() {
     let (mut a, mut b) = (compiler(&device), compiler(&device));
     let first = run(&device, &mut a, 12).expect("there are 16");
     let pinned = a.pin_layout().expect("no step is leaked");
-    assert!(matches!(run(&device, &mut b, 14), Err(Error::OutOfMemory(_))));
+    assert!(matches!(
+        run(&device, &mut b, 14),
+        Err(Error::OutOfMemory(_))
+    ));
     let again = run(&device, &mut a, 12).expect("all of it is there");
     assert_eq!((again.at, again.calls), (first.at, 0));
     drop(pinned);
@@ -243,7 +254,10 @@ fn weights_that_must_be_in_at_once_get_idle_pages_and_others_stream() {
         .pin_beyond(Bytes::ZERO, pages(10), Stamp::NEVER)
         .expect("a idles with 12 of 16");
     assert_eq!(a.stats().held, pages(6));
-    assert!(matches!(run(&device, &mut a, 12), Err(Error::OverBudget(_))));
+    assert!(matches!(
+        run(&device, &mut a, 12),
+        Err(Error::OverBudget(_))
+    ));
     drop(pinned);
     let again = run(&device, &mut a, 12).expect("weights leave again");
     assert_eq!((again.at, again.breaks), (first.at, 0));
@@ -253,8 +267,14 @@ fn weights_that_must_be_in_at_once_get_idle_pages_and_others_stream() {
 #[test]
 fn each_call_of_a_loan_may_fail_and_nothing_is_lost() {
     for call in [
-        Call::Unmap, Call::Release, Call::Create, Call::Map, Call::Allow,
-        Call::Synchronise, Call::Memory, Call::TrimPool,
+        Call::Unmap,
+        Call::Release,
+        Call::Create,
+        Call::Map,
+        Call::Allow,
+        Call::Synchronise,
+        Call::Memory,
+        Call::TrimPool,
     ] {
         for repeat in [Repeat::Once, Repeat::Times(3), Repeat::Always] {
             for n in 0.. {
@@ -272,7 +292,10 @@ fn each_call_of_a_loan_may_fail_and_nothing_is_lost() {
                     break;
                 }
                 assert!(
-                    matches!(lent, Ok(_) | Err(Error::Device { .. } | Error::OutOfMemory(_))),
+                    matches!(
+                        lent,
+                        Ok(_) | Err(Error::Device { .. } | Error::OutOfMemory(_))
+                    ),
                     "{call:?} {n} {repeat:?}: {lent:?}"
                 );
                 drop(b.trim());
@@ -306,7 +329,10 @@ fn a_compiler_may_be_dropped_while_it_is_asked() {
         });
         at_once.wait();
         drop(a);
-        asker.join().expect("no panic").expect("all but one page is idle");
+        asker
+            .join()
+            .expect("no panic")
+            .expect("all but one page is idle");
         pattern(round, 1).check(&*device, kept.0);
         memory_compiler::free(kept).expect("live");
         assert!(device.is_empty(), "round {round}");
@@ -356,7 +382,9 @@ fn program(device: &CountingHost, mut compiler: Compiler, limit: u64, seed: u64,
         memory_compiler::free(at).expect("live");
     };
     for turn in 0..120 {
-        let step = compiler.begin(["a", "b"][random.below(2) as usize]).expect("a step");
+        let step = compiler
+            .begin(["a", "b"][random.below(2) as usize])
+            .expect("a step");
         let mut live: Vec<(Address, Pattern)> = Vec::new();
         for _ in 0..1 + random.below(6) {
             let count = 1 + random.below(limit / 3);
@@ -370,7 +398,10 @@ fn program(device: &CountingHost, mut compiler: Compiler, limit: u64, seed: u64,
                 }
                 Err(Error::OutOfMemory(short) | Error::OverBudget(short)) => {
                     tally.refused.fetch_add(1, Ordering::Relaxed);
-                    let own = live.iter().chain(&kept).map(|(_, of)| of.size.next_multiple_of(512));
+                    let own = live
+                        .iter()
+                        .chain(&kept)
+                        .map(|(_, of)| of.size.next_multiple_of(512));
                     assert_eq!(short.live.0, own.sum::<u64>());
                     assert_eq!(short.limit, pages(limit));
                     assert!(short.held <= short.limit && short.free <= short.limit);
@@ -407,7 +438,8 @@ fn program(device: &CountingHost, mut compiler: Compiler, limit: u64, seed: u64,
             }
             _ => {}
         }
-        kept.iter().for_each(|(at, pattern)| pattern.check(&**device, at.0));
+        kept.iter()
+            .for_each(|(at, pattern)| pattern.check(&**device, at.0));
         while kept.len() > 1 {
             end(kept.remove(0));
         }
@@ -425,7 +457,9 @@ fn in_time(f: impl FnOnce() + Send + 'static) {
     });
     match ended.recv_timeout(Duration::from_secs(300)) {
         Err(mpsc::RecvTimeoutError::Timeout) => panic!("a deadlock"),
-        _ => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+        _ => thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
     }
 }
 
@@ -439,14 +473,18 @@ fn eight_threads_with_a_compiler_each_share_a_small_device() {
                 for thread in 0..8 {
                     let (device, tally) = (&device, &tally);
                     let compiler = compiler(device);
-                    scope.spawn(move || program(device, compiler, 24, seed * 8 + thread + 1, tally));
+                    scope
+                        .spawn(move || program(device, compiler, 24, seed * 8 + thread + 1, tally));
                 }
             });
             assert!(device.books().held_peak <= pages(24));
             assert!(device.is_empty());
         }
         println!("{tally:?}");
-        assert!(tally.refused.load(Ordering::Relaxed) > 0, "the device was never full");
+        assert!(
+            tally.refused.load(Ordering::Relaxed) > 0,
+            "the device was never full"
+        );
     });
 }
 
@@ -462,7 +500,8 @@ fn eight_threads_with_a_compiler_each_share_a_small_budget_with_weights() {
                 for thread in 0..8 {
                     let (device, tally) = (&device, &tally);
                     let compiler = Compiler::with_pager(&pager, options()).expect("a compiler");
-                    scope.spawn(move || program(device, compiler, 24, seed * 8 + thread + 1, tally));
+                    scope
+                        .spawn(move || program(device, compiler, 24, seed * 8 + thread + 1, tally));
                 }
                 let range = &range;
                 scope.spawn(move || {

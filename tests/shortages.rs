@@ -63,7 +63,8 @@ fn out_of_memory<T: fmt::Debug>(refused: Result<T, Error>) -> Shortage {
         panic!("the device is full: {refused:?}");
     };
     let text = Error::OutOfMemory(short.clone()).to_string();
-    assert!(text.starts_with("device out of memory in step"), "{text}");
+    assert!(text.starts_with("device out of memory in "), "{text}");
+    assert!(text.contains(&format!("others {:#}", short.elsewhere)), "{text}");
     is_complete(&text, &short);
     let ours = short.held.0 + short.other_compilers.0 + short.weights.0;
     assert_eq!(
@@ -85,10 +86,12 @@ fn is_complete(text: &str, short: &Shortage) {
         short.live,
         short.other_compilers,
         short.weights,
-        short.elsewhere,
     ] {
         let is_there = [format!("{bytes}"), format!("{bytes:#}")];
-        assert!(is_there.iter().any(|one| text.contains(one)), "{bytes}: {text}");
+        assert!(
+            is_there.iter().any(|one| text.contains(one)),
+            "{bytes}: {text}"
+        );
     }
     assert!(text.ends_with(&format!("({})", short.remedy)), "{text}");
 }
@@ -111,7 +114,9 @@ fn a_budget_that_is_too_small_says_the_smallest_one_that_suffices() {
     assert_eq!((short.asked, short.needed), (pages(9), pages(9)));
     assert_eq!((short.held, short.live), (device.books().held, pages(3)));
     assert_eq!(short.remedy, Remedy::Budget(pages(12)));
-    let Remedy::Budget(enough) = short.remedy else { unreachable!() };
+    let Remedy::Budget(enough) = short.remedy else {
+        unreachable!()
+    };
     demanding(&mut compiler(&device, Some(enough)), 9).expect("it suffices");
     let less = Bytes(enough.0 - PAGE);
     over_budget(demanding(&mut compiler(&device, Some(less)), 9));
@@ -189,7 +194,10 @@ fn a_device_that_other_compilers_need_says_how_much_they_have_to_give_up() {
     let outer = a.begin("outer").expect("a step");
     let (most, rest) = (here(&outer, 6), here(&outer, 2));
     let short = out_of_memory(demanding(&mut b, 11));
-    assert_eq!((short.other_compilers, short.elsewhere), (pages(8), Bytes::ZERO));
+    assert_eq!(
+        (short.other_compilers, short.elsewhere),
+        (pages(8), Bytes::ZERO)
+    );
     assert_eq!(short.remedy, Remedy::FreeOthers(pages(6)));
     outer.free(most).expect("live");
     outer.finish().expect("the step ends well");
@@ -215,7 +223,10 @@ fn a_small_buffer_for_which_nothing_is_left_says_how_much_to_free() {
     let step = compiler.begin("step").expect("a step");
     let live: Vec<Address> = (0..4).map(|_| here(&step, 1)).collect();
     let short = out_of_memory(alloc(&step, Bytes(512)));
-    assert_eq!((short.asked, short.needed, short.live), (Bytes(512), pages(1), pages(4)));
+    assert_eq!(
+        (short.asked, short.needed, short.live),
+        (Bytes(512), pages(1), pages(4))
+    );
     assert_eq!(short.remedy, Remedy::FreeLive(pages(1)));
     step.free(live[2]).expect("live");
     alloc(&step, Bytes(512)).expect("a page is free");
@@ -313,7 +324,7 @@ fn weights_over_their_own_limit_say_which_one_suffices() {
         let device = counting_host(pages(1));
         let pager = Pager::with_limit(device, Some(pages(20)), Some(pages(limit))).expect("one");
         let range = pager.range(pages(12)).expect("addresses");
-        let mut ahead = Ahead::new(range, AtOnce::new(|_| Ok(())));
+        let mut ahead = Ahead::new(range, Box::new(AtOnce::new(|_| Ok(()))));
         let group = ahead.group([(Bytes::ZERO, pages(9))]).expect("inside");
         ahead.enter(group)
     };
@@ -321,4 +332,115 @@ fn weights_over_their_own_limit_say_which_one_suffices() {
     assert_eq!(short.remedy, Remedy::WeightLimit(pages(9)));
     enter(9).expect("it suffices");
     weight_budget(enter(8));
+}
+
+/// `Host`, where something else happens when the first page is created after it was said.
+struct Meddled {
+    host: Host,
+    meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+impl fmt::Debug for Meddled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Meddled")
+    }
+}
+
+macro_rules! forward {
+    ($($method:ident($($name:ident: $kind:ty),*) -> $result:ty;)+) => {
+        $(fn $method(&self, $($name: $kind),*) -> $result { self.host.$method($($name),*) })+
+    };
+}
+
+// SAFETY: every call that hands memory out is `Host`'s, which keeps the contract.
+unsafe impl Device for Meddled {
+    fn create(&self) -> Result<PageId, DeviceError> {
+        let meanwhile = self.meanwhile.lock().expect("no panic").take();
+        if let Some(meanwhile) = meanwhile {
+            meanwhile();
+        }
+        self.host.create()
+    }
+
+    forward! {
+        granule() -> Bytes;
+        is_host_memory() -> bool;
+        reserve(size: Bytes) -> Result<Address, DeviceError>;
+        unreserve(base: Address, size: Bytes) -> Result<(), DeviceError>;
+        release(page: PageId) -> Result<(), DeviceError>;
+        map(at: Address, page: PageId) -> Result<(), DeviceError>;
+        allow(at: Address, size: Bytes) -> Result<(), DeviceError>;
+        unmap(at: Address, size: Bytes) -> Result<(), DeviceError>;
+        synchronise() -> Result<(), DeviceError>;
+        fence(stream: StreamId) -> Result<Fence, DeviceError>;
+        wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
+        memory() -> Result<MemoryInfo, DeviceError>;
+        write(at: Address, bytes: &[u8]) -> Result<(), DeviceError>;
+        read(at: Address, bytes: &mut [u8]) -> Result<(), DeviceError>;
+        fill(at: Address, size: Bytes, value: u8) -> Result<(), DeviceError>;
+    }
+}
+
+#[test]
+fn a_budget_that_others_use_up_first_is_no_device_out_of_memory() {
+    let device = Arc::new(Meddled {
+        host: Host::new(pages(1)).expect("a device"),
+        meanwhile: Mutex::default(),
+    });
+    let pager = Pager::new(device.clone(), Some(pages(8))).expect("a pager");
+    let range = Arc::new(pager.range(pages(8)).expect("addresses"));
+    let mut compiler = Compiler::with_pager(&pager, options(None)).expect("a compiler");
+    let pinned = Arc::new(Mutex::new(None));
+    let step = compiler.begin("step").expect("a step");
+    // Both look: there are eight pages for six. Then the weights take three.
+    let (weights, kept) = (Arc::clone(&range), Arc::clone(&pinned));
+    *device.meanwhile.lock().expect("no panic") = Some(Box::new(move || {
+        *kept.lock().expect("no panic") = Some(pin(&weights, 0, 3));
+    }));
+    let short = over_budget(alloc(&step, pages(6)));
+    assert_eq!(
+        (short.needed, short.free, short.weights),
+        (pages(6), pages(5), pages(3))
+    );
+    assert_eq!(short.remedy, Remedy::Budget(pages(9)));
+    assert_eq!(
+        pager.stats().used,
+        pages(3),
+        "what was taken for it was given back"
+    );
+    drop(pinned.lock().expect("no panic").take());
+    here(&step, 6);
+}
+
+#[test]
+fn no_message_has_an_error_number_without_its_name() {
+    let refused = Host::new(pages(1))
+        .expect("a device")
+        .reserve(Bytes(1 << 60));
+    let source = refused.expect_err("there are not so many addresses");
+    assert_eq!(
+        source.to_string(),
+        "Reserve failed with ENOMEM (12): Cannot allocate memory"
+    );
+    let call = Call::Reserve;
+    assert_eq!(
+        Error::Device { call, source }.to_string(),
+        "device call failed: Reserve failed with ENOMEM (12): Cannot allocate memory"
+    );
+    let told = |code| {
+        DeviceError::Driver {
+            call: Call::Map,
+            code,
+        }
+        .to_string()
+    };
+    assert_eq!(told(1), "Map failed with CUDA_ERROR_INVALID_VALUE (1)");
+    assert_eq!(
+        told(700),
+        "Map failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)"
+    );
+    assert_eq!(told(12), "Map failed with unknown CUresult 12");
+    let source = DeviceError::NotReady;
+    let error = Error::Device { call, source };
+    assert_eq!(error.to_string(), "device call failed: Reserve: not ready");
 }

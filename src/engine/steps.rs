@@ -405,8 +405,7 @@ impl Engine {
         self.drain();
         self.sync_placer();
         self.arena.is_pinned = false;
-        self.arena
-            .lend(wanted.0.div_ceil(self.arena.granule().0));
+        self.arena.lend(wanted.0.div_ceil(self.arena.granule().0));
         self.note_trims();
     }
 

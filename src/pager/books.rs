@@ -94,7 +94,13 @@ impl Books {
         page_out: Option<PageOut>,
     ) -> Result<(u64, Address), Refused> {
         let size = Bytes(u64::from(page_count) * device.granule().0);
-        let pages = Pages::reserve(device, size, page_count, self.budget.clone(), Owner::Weights)?;
+        let pages = Pages::reserve(
+            device,
+            size,
+            page_count,
+            self.budget.clone(),
+            Owner::Weights,
+        )?;
         let base = pages.base;
         let id = self.next_range;
         self.next_range += 1;

@@ -4,7 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use memory_compiler::device::{Call, StreamId};
 use memory_compiler::{
-    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Remedy, Shortage, Stats,
+    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Remedy, Shortage,
+    Stats,
 };
 
 use crate::reference::Expect;
