@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::time::Duration;
 
-use memory_compiler::device::adaptor::Repeat;
-use memory_compiler::device::{Call, DeviceError, Host};
+use memory_compiler::device::adaptor::{Failing, Repeat};
+use memory_compiler::device::{Call, DeviceError, Host, MemoryInfo};
 use memory_compiler::pager::{Pager, Pin, Stamp};
 use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Step};
 
@@ -142,6 +142,29 @@ fn compilers_on_a_counting_adaptor_and_below_it_lend_to_each_other() {
         step.finish().expect("the step ends well");
     }
     assert!(limited.held() <= pages(SIZE));
+}
+
+#[test]
+fn compilers_of_two_host_devices_have_the_memory_of_one_machine() {
+    let mut a = Compiler::new(Arc::new(Host::new(pages(1)).expect("a device")), options())
+        .expect("a compiler");
+    let failing = Arc::new(Failing::new(Host::new(pages(1)).expect("a device")));
+    let mut b = Compiler::new(failing.clone(), options()).expect("a compiler");
+    let run = |compiler: &mut Compiler| {
+        let step = compiler.begin("step").expect("a step");
+        let at = here(&step, 4).expect("the machine has memory");
+        step.free(at).expect("live");
+        step.finish().expect("the step ends well");
+    };
+    run(&mut a);
+    let info = MemoryInfo {
+        free: Bytes::ZERO,
+        total: pages(4),
+    };
+    let full = DeviceError::OutOfMemory { info };
+    failing.fail_call_at(Call::Create, 0, full, Repeat::Once);
+    run(&mut b);
+    assert_eq!((a.stats().held, b.stats().held), (Bytes::ZERO, pages(4)));
 }
 
 #[test]

@@ -64,7 +64,10 @@ fn out_of_memory<T: fmt::Debug>(refused: Result<T, Error>) -> Shortage {
     };
     let text = Error::OutOfMemory(short.clone()).to_string();
     assert!(text.starts_with("device out of memory in "), "{text}");
-    assert!(text.contains(&format!("others {:#}", short.elsewhere)), "{text}");
+    assert!(
+        text.contains(&format!("others {:#}", short.elsewhere)),
+        "{text}"
+    );
     is_complete(&text, &short);
     let ours = short.held.0 + short.other_compilers.0 + short.weights.0;
     assert_eq!(
