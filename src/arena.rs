@@ -8,29 +8,36 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! Short of memory it has weights evicted first ([`Budget::relieve`]), then trims idle frames, then waits for
-//! the device and asks the driver for what its pool keeps. Only then there is no memory.
+//! Where pages come from, and what is done when they are short, is in `supply`.
 //!
-//! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`.
+//! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`, `accounts`.
+
+mod supply;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::accounts::{Account, Of, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
-use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
+use crate::device::{Call, Device, DeviceError, PageId};
 use crate::error::Error;
 use crate::pages::{Pages, Refused};
-use crate::placer::{Place, Placer, Plan, Source, Space, Units};
+use crate::placer::{NO_FRAME, Place, Placer, Plan, Source, Space, Units};
+use crate::shortage::Shortage;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
 /// Why the arena has no memory for a place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    OverBudget { budget: Bytes, free: Bytes },
-    OutOfMemory { free: Bytes },
+    /// The scope and what is live are the engine's to add, as in the next one.
+    OverBudget(Box<Shortage>),
+    OutOfMemory(Box<Shortage>),
     AddressSpace,
-    Device { call: Call, source: DeviceError },
+    Device {
+        call: Call,
+        source: DeviceError,
+    },
 }
 
 /// Why an arena has no addresses.
@@ -41,28 +48,20 @@ pub(crate) struct NotReserved {
     refused: Refused,
 }
 
-/// That no page can be created.
-fn no_room(info: MemoryInfo) -> Refused {
-    Refused {
-        call: Call::Create,
-        source: DeviceError::OutOfMemory { info },
-    }
-}
-
 impl NotReserved {
     /// What it means to who asked for `asked` bytes of addresses.
     pub fn error(self, asked: Bytes) -> Error {
         let Self { least, refused } = self;
         let is_limit = refused.is_for_want_of_addresses();
-        let Refused { call, source } = refused;
-        if is_limit {
-            return Error::Reservation {
+        match refused {
+            Refused::Device { source, .. } if is_limit => Error::Reservation {
                 asked,
                 least,
                 source,
-            };
+            },
+            Refused::Device { call, source } => Error::Device { call, source },
+            Refused::Budget => unreachable!("addresses are claimed of no budget"),
         }
-        Error::Device { call, source }
     }
 }
 
@@ -70,8 +69,12 @@ impl NotReserved {
 const LEAST_ADDRESSES: Bytes = Bytes::gib(1);
 
 impl From<Refused> for Refusal {
-    fn from(Refused { call, source }: Refused) -> Self {
-        Self::Device { call, source }
+    fn from(refused: Refused) -> Self {
+        match refused {
+            Refused::Device { call, source } => Self::Device { call, source },
+            // Only a page is claimed, and `supply` says what became of that.
+            Refused::Budget => Self::OverBudget(Box::default()),
+        }
     }
 }
 
@@ -106,7 +109,13 @@ impl Arena {
         let (pages, page_count) = loop {
             let page_count = (size.0 / granule.0) as u32;
             let whole = Bytes(u64::from(page_count) * granule.0);
-            match Pages::reserve(Arc::clone(&device), whole, page_count / 2, budget.clone()) {
+            match Pages::reserve(
+                Arc::clone(&device),
+                whole,
+                page_count / 2,
+                budget.clone(),
+                Owner::Steps,
+            ) {
                 Ok(pages) => break (pages, page_count),
                 Err(refused) if refused.is_for_want_of_addresses() && size > LEAST_ADDRESSES => {
                     size = Bytes(size.0 / 2).max(LEAST_ADDRESSES);
@@ -147,6 +156,11 @@ impl Arena {
         self.pages.held()
     }
 
+    /// What others see of it.
+    pub fn account(&self) -> &Account {
+        &self.pages.account
+    }
+
     pub fn calls(&self) -> u64 {
         self.pages.calls()
     }
@@ -158,6 +172,31 @@ impl Arena {
     /// Whether any frame is incomplete.
     pub fn is_trimmed(&self) -> bool {
         self.incomplete.len() > 0
+    }
+
+    /// Units in a page.
+    fn page_units(&self) -> Units {
+        (self.granule().0 / ALIGNMENT.0) as Units
+    }
+
+    /// The frames under a place that has some.
+    fn frames_under(&self, place: Place) -> Vec<u32> {
+        let frames = self.placer.pieces(place).map(|(frame, _, _)| frame);
+        frames.filter(|&frame| frame != NO_FRAME).collect()
+    }
+
+    /// The frames that a plan stands over, and how many pages it needs beside them.
+    fn frames_of(&self, plan: &Plan) -> (Vec<u32>, usize) {
+        let mut frames = self.frames_under(plan.place);
+        let sources = plan.maps.iter().map(|&(_, source)| source);
+        frames.extend(sources.clone().filter_map(|source| match source {
+            Source::Frame(frame) => Some(frame),
+            Source::New => None,
+        }));
+        (
+            frames,
+            sources.filter(|source| *source == Source::New).count(),
+        )
     }
 
     /// Whether every frame under `place` is complete.
@@ -172,32 +211,23 @@ impl Arena {
     /// Chooses a place, makes it accessible and marks it used. A refusal changes nothing.
     pub fn place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
         self.check_hopeless(Bytes(u64::from(len) * ALIGNMENT.0))?;
+        let placed = self.try_place(len, space);
+        placed.map_err(|refusal| self.advise(refusal, len, space))
+    }
+
+    fn try_place(&mut self, len: Units, space: Space) -> Result<Place, Refusal> {
         let plan = self.placer.plan(len, space).ok_or(Refusal::AddressSpace)?;
         if plan.maps.is_empty() {
-            self.complete(plan.place)?;
+            self.complete_frames(&self.frames_under(plan.place), 0)?;
             self.placer.occupy(plan.place);
             return Ok(plan.place);
         }
-        let mut frames: Vec<u32> = self
-            .placer
-            .pieces(plan.place)
-            .map(|(frame, _, _)| frame)
-            .collect();
-        frames.extend(plan.maps.iter().filter_map(|&(_, source)| match source {
-            Source::Frame(frame) => Some(frame),
-            Source::New => None,
-        }));
-        self.complete_frames(&frames)?;
-        let new_count = plan
-            .maps
-            .iter()
-            .filter(|(_, source)| *source == Source::New)
-            .count();
+        let (frames, new_count) = self.frames_of(&plan);
+        self.complete_frames(&frames, new_count)?;
         if space == Space::Survivors {
             self.reuse_loose(new_count)?;
         }
-        self.check_budget(new_count as u64, &frames)?;
-        let new = self.take_pages(new_count, &frames)?;
+        let new = self.take_pages(new_count, 0, &frames)?;
         match self.map_plan(&plan, &new) {
             Ok(()) => Ok(plan.place),
             Err(refusal) => {
@@ -219,19 +249,25 @@ impl Arena {
         if size <= self.granule() {
             return Ok(());
         }
-        let (budget, free) = (self.pages.budget.limit(), self.pages.budget.free());
         let whole = size.checked_round_up(self.granule());
         let whole = whole.unwrap_or(Bytes(u64::MAX));
-        if whole > budget {
-            return Err(Refusal::OverBudget { budget, free });
+        if whole > self.pages.budget.limit() {
+            return Err(Refusal::OverBudget(self.hopeless(Of::Budget, whole)));
+        }
+        if self.pages.device.check_room(whole).is_ok() {
+            return Ok(());
         }
         // A place needs that many pages at once; each that is owned already may come to be one of them.
-        let more = whole.saturating_sub(self.pages.budget.outermost().used());
+        let holdings = self.account().holdings(Of::Memory);
+        let owned = Bytes(holdings.compilers.0 + holdings.weights.0);
+        let more = whole.saturating_sub(owned);
         if more == Bytes::ZERO {
             return Ok(());
         }
         match self.pages.device.check_room(more) {
-            Err(DeviceError::OutOfMemory { info }) => Err(Refusal::OutOfMemory { free: info.free }),
+            Err(DeviceError::OutOfMemory { .. }) => {
+                Err(Refusal::OutOfMemory(self.hopeless(Of::Memory, whole)))
+            }
             _ => Ok(()),
         }
     }
@@ -254,85 +290,6 @@ impl Arena {
             self.page_of[frame as usize] = Some(id);
         }
         Ok(())
-    }
-
-    /// Takes `count` pages, all or none.
-    fn take_pages(&mut self, count: usize, keep: &[u32]) -> Result<Vec<PageId>, Refusal> {
-        let mut new = Vec::new();
-        let mut reclaimed = false;
-        // Before the first one is created, and after each time that something was given up for them.
-        let mut has_room = false;
-        while new.len() < count {
-            let rest = count - new.len();
-            let lacking = match has_room {
-                true => None,
-                false => self.pages.lacking(rest),
-            };
-            let (taken, short) = match lacking {
-                Some((short, info)) => (Err(no_room(info)), short),
-                None => (self.pages.take_free(), rest as u64),
-            };
-            has_room = taken.is_ok();
-            match taken {
-                Ok(id) => new.push(id),
-                // Weights go first, then idle memory of the other space.
-                Err(refused)
-                    if refused.is_out_of_memory()
-                        && (self.evict_weights(short) || self.trim_idle(short, keep) > 0) => {}
-                Err(mut error) => {
-                    if error.is_out_of_memory() && !reclaimed {
-                        reclaimed = true;
-                        match self.pages.reclaim() {
-                            Ok(()) => continue,
-                            Err(refused) => error = refused,
-                        }
-                    }
-                    for id in new {
-                        drop(self.pages.give_back(id));
-                    }
-                    // What is free now that everything taken for this place is back.
-                    let free = self.pages.device.memory().map(|info| info.free);
-                    return Err(match (error.source, free) {
-                        (DeviceError::OutOfMemory { .. }, Ok(free)) => {
-                            Refusal::OutOfMemory { free }
-                        }
-                        (DeviceError::OutOfMemory { info }, Err(_)) => {
-                            Refusal::OutOfMemory { free: info.free }
-                        }
-                        (source, _) => Refusal::Device {
-                            call: error.call,
-                            source,
-                        },
-                    });
-                }
-            }
-        }
-        Ok(new)
-    }
-
-    fn check_budget(&mut self, count: u64, keep: &[u32]) -> Result<(), Refusal> {
-        let over = |arena: &Self| {
-            let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
-            more.saturating_sub(arena.pages.budget.free().0)
-                .div_ceil(arena.granule().0)
-        };
-        // Pages may stay claimed although they were given up: what was evicted is no measure.
-        while over(self) > 0 && self.evict_weights(over(self)) {}
-        if over(self) > 0 {
-            self.trim_idle(over(self), keep);
-        }
-        if over(self) > 0 {
-            let (budget, free) = (self.pages.budget.limit(), self.pages.budget.free());
-            Err(Refusal::OverBudget { budget, free })
-        } else {
-            Ok(())
-        }
-    }
-
-    /// Has up to `count` pages of weights evicted; whether any was.
-    fn evict_weights(&mut self, count: u64) -> bool {
-        let wanted = Bytes(count * self.granule().0);
-        self.pages.budget.relieve(wanted) > Bytes::ZERO
     }
 
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
@@ -507,15 +464,13 @@ impl Arena {
         if self.is_complete(place) {
             return Ok(());
         }
-        let frames: Vec<u32> = self
-            .placer
-            .pieces(place)
-            .map(|(frame, _, _)| frame)
-            .collect();
-        self.complete_frames(&frames)
+        let completed = self.complete_frames(&self.frames_under(place), 0);
+        let space = self.placer.space_of(place.start / self.page_units());
+        completed.map_err(|refusal| self.advise(refusal, place.len, space))
     }
 
-    fn complete_frames(&mut self, frames: &[u32]) -> Result<(), Refusal> {
+    /// The same for frames; `more` new pages are needed beside them.
+    fn complete_frames(&mut self, frames: &[u32], more: usize) -> Result<(), Refusal> {
         if !self.is_trimmed() {
             return Ok(());
         }
@@ -528,8 +483,7 @@ impl Arena {
             .iter()
             .filter(|&&frame| self.page_of[frame as usize].is_none())
             .count();
-        self.check_budget(without as u64, frames)?;
-        let mut new = self.take_pages(without, frames)?;
+        let mut new = self.take_pages(without, more, frames)?;
         for frame in missing {
             let page = &mut self.page_of[frame as usize];
             let id = *page.get_or_insert_with(|| new.pop().expect("one page for each without"));

@@ -15,8 +15,9 @@
 //! [`WeightRange::pin_beyond`](crate::pager::WeightRange::pin_beyond) goes past the inner limit, never
 //! past the outer one.
 //!
-//! Invariant: `relieve` is called by arenas only and locks the pager; the pager never calls an arena.
-//! So the two cannot wait for each other.
+//! Invariant: `relieve` is called by arenas only and locks the pager; while the pager is locked nothing calls an
+//! arena. So the two cannot wait for each other. (Weights that miss memory have idle compilers asked for theirs
+//! before they lock the pager again, and an arena that gives memory up asks nobody for any.)
 //!
 //! May import: `units`.
 
@@ -75,6 +76,11 @@ impl Budget {
     /// The budget that bounds all: this one, or the one that it is a part of.
     pub fn outermost(&self) -> &Self {
         self.0.outer.as_ref().map_or(self, Self::outermost)
+    }
+
+    /// Whether the same bytes bound both.
+    pub fn is_part_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.outermost().0, &other.outermost().0)
     }
 
     /// Bytes that could be claimed now.

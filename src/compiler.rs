@@ -4,7 +4,7 @@
 //! the hooks serve this thread's large buffers from it. [`Compiler::begin`] is the same without a
 //! closure, for programs that place buffers themselves.
 //!
-//! May import: `engine`, `current`, `watch`, and below.
+//! May import: `engine`, `current`, `lending`, `watch`, and below.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -16,6 +16,7 @@ use crate::current;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
+use crate::lending::{self, Idle};
 use crate::options::{Options, SMALLEST_THRESHOLD, check_granule};
 use crate::pager::Pager;
 use crate::report::Report;
@@ -30,8 +31,8 @@ use crate::watch;
 /// the last of them.
 #[derive(Debug)]
 pub struct Compiler {
-    /// `None` while a step is active.
-    engine: Option<Box<Engine>>,
+    /// Has the engine, but while a step is active.
+    shared: Arc<Shared>,
     serial: u64,
 }
 
@@ -106,26 +107,22 @@ impl Compiler {
             .map_err(|refused| refused.error(asked))?;
         let shared = Arc::new(Shared::new(arena.base(), arena.reserved(), device));
         current::register(&shared);
-        Ok(Self {
-            engine: Some(Box::new(Engine::new(
-                shared,
-                arena,
-                &options,
-                host_threshold,
-            ))),
-            serial: 0,
-        })
+        let engine = Engine::new(Arc::clone(&shared), arena, &options, host_threshold);
+        lending::offer(&shared, Box::new(engine));
+        Ok(Self { shared, serial: 0 })
     }
 
-    fn engine(&mut self) -> Option<&mut Engine> {
+    /// The engine, which lends nothing while this has it.
+    fn engine(&mut self) -> Option<Idle<'_>> {
+        let mut idle = Idle::lock(&self.shared);
         // After `mem::forget` of a step the engine is still on the thread that began it.
-        if self.engine.is_none() {
-            self.engine = current::uninstall(self.serial);
-            if let Some(engine) = &mut self.engine {
-                engine.abort();
-            }
+        if idle.is_none()
+            && let Some(mut engine) = current::uninstall(self.serial)
+        {
+            engine.abort();
+            idle.put(engine);
         }
-        self.engine.as_deref_mut()
+        idle.is_some().then_some(idle)
     }
 
     /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
@@ -135,8 +132,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?;
-        let mut engine = self.engine.take().expect("seen above");
+        let mut engine = self.engine().ok_or(Error::StepActive)?.take();
         engine.begin(name);
         let serial = engine.serial;
         self.serial = serial;
@@ -189,7 +185,9 @@ impl Compiler {
     /// All numbers, between steps. All zero while a step is leaked on another thread.
     pub fn stats(&mut self) -> Stats {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(Engine::stats).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| engine.stats())
+            .unwrap_or_default()
     }
 
     /// Gives the memory of pages back that no live buffer uses. Addresses stay recorded: the next step
@@ -235,9 +233,11 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let engine = self.engine().ok_or(Error::StepActive)?;
+        let mut engine = self.engine().ok_or(Error::StepActive)?;
+        // While nobody can be borrowing.
         engine.pin();
         let shared = Arc::clone(&engine.shared);
+        drop(engine);
         Ok(PinnedLayout { shared })
     }
 
@@ -245,13 +245,17 @@ impl Compiler {
     /// step is leaked on another thread.
     pub fn report(&mut self) -> Report {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(Engine::buffers).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| engine.buffers())
+            .unwrap_or_default()
     }
 
     /// What a checker needs to know at this moment.
     pub fn snapshot(&mut self) -> Snapshot {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().map(Snapshot::of).unwrap_or_default()
+        self.engine()
+            .map(|mut engine| Snapshot::of(&mut engine))
+            .unwrap_or_default()
     }
 }
 
@@ -271,10 +275,9 @@ impl Drop for PinnedLayout {
 impl Drop for Compiler {
     fn drop(&mut self) {
         // A step leaked on another thread keeps its engine: its buffers must stay valid.
-        if self.engine().is_some()
-            && let Some(engine) = self.engine.take()
-        {
-            current::orphan(engine);
+        if let Some(mut idle) = self.engine() {
+            // Whoever wants to borrow waits for what this gives back.
+            current::orphan(idle.take());
         }
     }
 }
@@ -391,7 +394,7 @@ impl Step<'_> {
         let _bookkeeping = Bookkeeping::begin();
         let mut engine = current::uninstall(self.serial).ok_or(Error::NoStep)?;
         let report = engine.end();
-        self.compiler.engine = Some(engine);
+        Idle::lock(&self.compiler.shared).put(engine);
         report
     }
 
@@ -404,7 +407,7 @@ impl Drop for Step<'_> {
         let _bookkeeping = Bookkeeping::begin();
         if let Some(mut engine) = current::uninstall(self.serial) {
             engine.abort();
-            self.compiler.engine = Some(engine);
+            Idle::lock(&self.compiler.shared).put(engine);
         }
     }
 }

@@ -65,9 +65,9 @@ pub(crate) fn remove_range(base: Address) {
 }
 
 /// Forgets an engine's addresses.
-fn deregister(shared: &Arc<Shared>) {
+fn deregister(shared: &Shared) {
     remove_range(shared.base);
-    change_registry(|registry| registry.retain(|other| !Arc::ptr_eq(other, shared)));
+    change_registry(|registry| registry.retain(|other| !std::ptr::eq(&**other, shared)));
 }
 
 fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
@@ -385,24 +385,41 @@ pub(crate) fn free_elsewhere(
 }
 
 /// Ends a compiler: at once, or with its last buffer or guard.
-pub(crate) fn orphan(engine: Box<Engine>) {
+pub(crate) fn orphan(mut engine: Box<Engine>) {
     let _bookkeeping = Bookkeeping::begin();
+    engine.drain_orphan();
+    if engine.live_count() > 0 {
+        // No step of its own will need them any more.
+        engine.lend(Bytes(u64::MAX));
+    }
     let shared = Arc::clone(&engine.shared);
     shared.handover.leave(engine);
     reap(&shared);
 }
 
 /// Tells an engine that a guard of its layout is gone.
-pub(crate) fn unpin(shared: &Arc<Shared>) {
+pub(crate) fn unpin(shared: &Shared) {
     let _bookkeeping = Bookkeeping::begin();
     shared.handover.push(Remote::Unpinned);
     reap(shared);
 }
 
 /// Applies what waits for a compiler that was dropped; its last buffer or guard ends its engine.
-fn reap(shared: &Arc<Shared>) {
+fn reap(shared: &Shared) {
+    reap_lending(shared, Bytes::ZERO);
+}
+
+/// The same, and has the engine give up to `wanted` bytes of what lies idle back.
+pub(crate) fn reap_lending(shared: &Shared, mut wanted: Bytes) {
     let ended = shared.handover.reap(|engine| {
+        let was_pinned = engine.is_pinned();
         engine.drain_orphan();
+        if was_pinned && !engine.is_pinned() {
+            wanted = Bytes(u64::MAX);
+        }
+        if wanted > Bytes::ZERO {
+            engine.lend(wanted);
+        }
         let is_empty = engine.live_count() == 0 && !engine.is_pinned();
         if is_empty {
             deregister(shared);

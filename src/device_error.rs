@@ -1,7 +1,8 @@
 //! Layer 0: what a device is asked and how it refuses, as data; [`device`](crate::device) shows these.
 //!
-//! May import: `units`.
+//! May import: `units`, `codes`.
 
+use crate::codes;
 use crate::units::Bytes;
 
 /// Physical memory of a device.
@@ -90,12 +91,20 @@ pub enum DeviceError {
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// The operating system or the driver refused.
-    #[error("{call:?} failed with code {code}")]
+    /// The driver of a GPU refused.
+    #[error("{call:?} failed with {}", codes::cuda(*code))]
     Driver {
         /// The call.
         call: Call,
-        /// `errno` on `Host`, `CUresult` on a GPU.
+        /// A `CUresult`.
+        code: i32,
+    },
+    /// The operating system refused.
+    #[error("{call:?} failed with {}", codes::errno(*code))]
+    System {
+        /// The call.
+        call: Call,
+        /// An `errno`.
         code: i32,
     },
 }

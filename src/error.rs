@@ -3,9 +3,10 @@
 //! Paths of scopes are shown by both ends where they have more than 32 names, and long names too: an error is small,
 //! wherever it arises.
 //!
-//! May import: `units`, `device_error`.
+//! May import: `units`, `device_error`, `shortage`.
 
 use crate::device_error::{Call, DeviceError};
+use crate::shortage::{OfBudget, OfDevice, Shortage, WeightShortage};
 use crate::units::{Address, Bytes};
 
 /// What the memory compiler could not do.
@@ -26,36 +27,11 @@ pub enum Error {
         expected: Expected,
     },
     /// The step needs more bytes than the budget allows. Nothing was taken from the device.
-    #[error(
-        "over the budget of {budget:#}{}: asked for {asked}, held {held}, live {live}, \
-         free {free} (raise the budget, or make the step smaller)",
-        within(scope)
-    )]
-    OverBudget {
-        /// Path of the innermost open scope; empty outside of steps.
-        scope: String,
-        /// Size of the allocation that failed.
-        asked: Bytes,
-        /// Physical bytes that the compiler owns.
-        held: Bytes,
-        /// Bytes in live buffers.
-        live: Bytes,
-        /// Bytes of the budget that are not held.
-        free: Bytes,
-        /// The budget.
-        budget: Bytes,
-    },
+    #[error("{}", OfBudget(_0))]
+    OverBudget(Box<Shortage>),
     /// Weights that are used at once need more memory than weights may have.
-    #[error(
-        "weights that are used at once need {needed:#}, and {limit:#} is what they can have (raise the budget, \
-         or use them in smaller scopes)"
-    )]
-    WeightBudget {
-        /// Bytes that must be in memory together, in whole pages.
-        needed: Bytes,
-        /// Bytes that they can have.
-        limit: Bytes,
-    },
+    #[error("{_0}")]
+    WeightBudget(Box<WeightShortage>),
     /// A scope could not open, since who watches scopes could not do its work: weights are missing.
     #[error("scope {path}: {reason}")]
     Scope {
@@ -65,22 +41,8 @@ pub enum Error {
         reason: String,
     },
     /// The device has no memory left. What had been taken for this allocation was given back.
-    #[error(
-        "device out of memory{}: asked for {asked}, held {held}, live {live}, free {free}",
-        within(scope)
-    )]
-    OutOfMemory {
-        /// Path of the innermost open scope; empty outside of steps.
-        scope: String,
-        /// Size of the allocation that failed.
-        asked: Bytes,
-        /// Physical bytes that the compiler owns.
-        held: Bytes,
-        /// Bytes in live buffers.
-        live: Bytes,
-        /// Bytes that the device says are free.
-        free: Bytes,
-    },
+    #[error("{}", OfDevice(_0))]
+    OutOfMemory(Box<Shortage>),
     /// The reserved address range is used up.
     #[error(
         "address space of {reserved} is used up: asked for {asked} \
@@ -107,7 +69,7 @@ pub enum Error {
         source: DeviceError,
     },
     /// A device call failed for another reason.
-    #[error("device call {call:?} failed: {source}")]
+    #[error("device call failed: {}", Named { call: *call, source })]
     Device {
         /// The call.
         call: Call,
@@ -173,10 +135,20 @@ pub enum Error {
     },
 }
 
-fn within(scope: &str) -> String {
-    match scope {
-        "" => String::new(),
-        scope => format!(" in {scope}"),
+/// What a device said, with the name of its call once.
+struct Named<'e> {
+    call: Call,
+    source: &'e DeviceError,
+}
+
+impl std::fmt::Display for Named<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.source {
+            DeviceError::NotReady | DeviceError::OutOfMemory { .. } => {
+                write!(f, "{:?}: {}", self.call, self.source)
+            }
+            named => write!(f, "{named}"),
+        }
     }
 }
 

@@ -5,12 +5,13 @@
 //! belong to nothing. They are taken away at the next chance, so a failure never leaks and never
 //! blocks an address.
 //!
-//! Each page is claimed from the budget before it is created.
+//! Each page is claimed from the budget before it is created, and entered in the account that others see.
 //!
-//! May import: `units`, `device`, `budget`.
+//! May import: `units`, `device`, `budget`, `accounts`.
 
 use std::sync::Arc;
 
+use crate::accounts::{Account, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
 use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
@@ -19,28 +20,53 @@ use crate::units::{Address, Bytes};
 /// How often a call that is "not ready" is tried.
 const TRIES: usize = 4;
 
-/// A call that the device refused.
+/// What was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Refused {
-    pub call: Call,
-    pub source: DeviceError,
+pub(crate) enum Refused {
+    /// A page, by the budget: others were quicker.
+    Budget,
+    /// A call, by the device.
+    Device { call: Call, source: DeviceError },
 }
 
 impl Refused {
     /// Whether less memory in use would have helped.
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self.source, DeviceError::OutOfMemory { .. })
+        *self == Self::Budget || self.is_device_full()
+    }
+
+    /// Whether the device has no page left.
+    pub fn is_device_full(&self) -> bool {
+        matches!(
+            self,
+            Self::Device {
+                source: DeviceError::OutOfMemory { .. },
+                ..
+            }
+        )
     }
 
     /// Whether fewer addresses may have been had: what the process may have is used up, or the system or the
     /// driver says no more than that it has not so many.
     pub fn is_for_want_of_addresses(&self) -> bool {
-        self.call == Call::Reserve
-            && match self.source {
+        let Self::Device { call, source } = self else {
+            return false;
+        };
+        *call == Call::Reserve
+            && match source {
                 DeviceError::NoAddresses { .. } | DeviceError::OutOfMemory { .. } => true,
-                DeviceError::Driver { call, .. } => call == Call::Reserve,
+                DeviceError::Driver { call, .. } => *call == Call::Reserve,
                 _ => false,
             }
+    }
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Budget => f.write_str("the budget is used up"),
+            Self::Device { call, source } => write!(f, "{call:?}: {source}"),
+        }
     }
 }
 
@@ -53,6 +79,8 @@ pub(crate) struct Pages {
     pub granule: Bytes,
     /// Where each owned page is claimed.
     pub budget: Budget,
+    /// What others see of it.
+    pub account: Arc<Account>,
     /// Virtual pages that have a mapping: those of the lower half of the range, and of the upper one.
     mapped: [BitSet; 2],
     /// First page of the upper half.
@@ -71,14 +99,17 @@ impl Pages {
         size: Bytes,
         split: u32,
         budget: Budget,
+        owner: Owner,
     ) -> Result<Self, Refused> {
         let granule = device.granule();
+        let account = Account::open(&*device, &budget, owner);
         let mut pages = Self {
             device,
             base: Address(0),
             reserved: size,
             granule,
             budget,
+            account,
             mapped: [BitSet::default(), BitSet::default()],
             split,
             spare: Vec::new(),
@@ -143,7 +174,7 @@ impl Pages {
             match make(&*self.device) {
                 Ok(made) => return Ok(made),
                 Err(DeviceError::NotReady) if tries > 0 => self.synchronise()?,
-                Err(source) => return Err(Refused { call, source }),
+                Err(source) => return Err(Refused::Device { call, source }),
             }
         }
     }
@@ -157,7 +188,7 @@ impl Pages {
                 Ok(()) => return Ok(()),
                 Err(DeviceError::NotReady) if tries > 0 => {}
                 Err(source) => {
-                    return Err(Refused {
+                    return Err(Refused::Device {
                         call: Call::Synchronise,
                         source,
                     });
@@ -173,7 +204,7 @@ impl Pages {
     /// A page: a spare one, or one from the device, which gives first what its driver keeps for itself.
     pub fn take(&mut self) -> Result<PageId, Refused> {
         match self.take_free() {
-            Err(refused) if refused.is_out_of_memory() => {
+            Err(refused) if refused.is_device_full() => {
                 self.reclaim()?;
                 self.take_free()
             }
@@ -212,7 +243,7 @@ impl Pages {
         for tries in 0.. {
             let claimed = self.budget.claim_beyond(self.granule);
             match self.create_claimed(claimed) {
-                Err(refused) if tries == 0 && refused.is_out_of_memory() => self.reclaim()?,
+                Err(refused) if tries == 0 && refused.is_device_full() => self.reclaim()?,
                 taken => return taken,
             }
         }
@@ -223,7 +254,7 @@ impl Pages {
     /// give back what it keeps of that.
     pub fn reclaim(&self) -> Result<(), Refused> {
         self.synchronise()?;
-        let refused = |source| Refused {
+        let refused = |source| Refused::Device {
             call: Call::TrimPool,
             source,
         };
@@ -232,18 +263,14 @@ impl Pages {
 
     fn create_claimed(&mut self, claimed: bool) -> Result<PageId, Refused> {
         if !claimed {
-            // Another owner was quicker: to this one it is as if the device had no more.
-            let (free, total) = (self.budget.free(), self.budget.limit());
-            return Err(Refused {
-                call: Call::Create,
-                source: DeviceError::OutOfMemory {
-                    info: MemoryInfo { free, total },
-                },
-            });
+            return Err(Refused::Budget);
         }
         let page = self.call(Call::Create, |device| device.create());
         match page {
-            Ok(_) => self.owned += 1,
+            Ok(_) => {
+                self.owned += 1;
+                self.account.add(self.granule);
+            }
             Err(_) => self.budget.give(self.granule),
         }
         page
@@ -254,6 +281,7 @@ impl Pages {
         match self.call(Call::Release, |device| device.release(page)) {
             Ok(()) => {
                 self.owned -= 1;
+                self.account.take(self.granule);
                 self.budget.give(self.granule);
                 Ok(())
             }
@@ -349,7 +377,13 @@ impl Pages {
     /// Takes strays away and gives spare pages back, as far as the device lets us.
     pub fn shed(&mut self) {
         self.tidy();
-        for page in std::mem::take(&mut self.spare) {
+        self.shed_spare(u64::MAX);
+    }
+
+    /// Gives up to `count` spare pages back.
+    pub fn shed_spare(&mut self, count: u64) {
+        let kept = self.spare_count().saturating_sub(count) as usize;
+        for page in self.spare.split_off(kept) {
             // A refused page is spare again.
             drop(self.give_back(page));
         }
@@ -394,8 +428,8 @@ impl Pages {
                 Err(refused) => failed = Some(refused),
             }
         }
-        if let Some(Refused { call, source }) = failed {
-            tracing::warn!(?call, %source, owned = self.owned, "device refused to take memory back");
+        if let Some(refused) = failed {
+            tracing::warn!(%refused, owned = self.owned, "device refused to take memory back");
         }
     }
 }

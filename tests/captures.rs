@@ -406,7 +406,7 @@ fn no_launch_of_any_program_writes_into_a_buffer_of_others() {
                     for buffer in &mut kept {
                         let own =
                             |other: &&Buffer| other.0 == buffer.0 && other.1.size == buffer.1.size;
-                        if let Some(last) = graphs.iter().flatten().filter(own).next_back() {
+                        if let Some(last) = graphs.iter().flatten().rfind(own) {
                             *buffer = *last;
                         }
                     }

@@ -198,11 +198,11 @@ mod host_alone {
     }
 
     #[test]
-    fn a_range_larger_than_the_address_space_is_a_driver_error() {
+    fn a_range_larger_than_the_address_space_is_an_error_of_the_system() {
         let refused = host(LARGE).reserve(Bytes(1 << 60));
         assert_eq!(
             refused,
-            Err(DeviceError::Driver {
+            Err(DeviceError::System {
                 call: Call::Reserve,
                 code: libc::ENOMEM
             })

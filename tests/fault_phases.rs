@@ -115,12 +115,10 @@ impl World {
                 }
                 Ok(Allocation::Elsewhere) => panic!("a step is active"),
                 Err(error) => {
-                    if let Error::OutOfMemory {
-                        asked, held, live, ..
-                    } = error
-                    {
-                        assert_eq!((asked.0, live), (size.next_multiple_of(512), before));
-                        assert_eq!(held, device.books().held);
+                    if let Error::OutOfMemory(short) = &error {
+                        let asked = short.asked.0;
+                        assert_eq!((asked, short.live), (size.next_multiple_of(512), before));
+                        assert_eq!(short.held, device.books().held);
                     }
                     self.errors.push(error);
                 }

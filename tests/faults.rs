@@ -7,7 +7,7 @@ mod reference;
 
 use memory_compiler::device::adaptor::Repeat;
 use memory_compiler::device::{Call, DeviceError, MemoryInfo};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Remedy, Shortage};
 
 use reference::devices::{CountingHost, counting_host, limited_host};
 use reference::pair::Pair;
@@ -417,14 +417,19 @@ fn an_allocation_over_the_budget_is_refused_with_true_numbers() {
     let small = run.here(512);
     let calls = run.book.counting.memory_calls();
     let refused = run.try_alloc(16 << 20);
-    let expected = Error::OverBudget {
+    let expected = Error::OverBudget(Box::new(Shortage {
         scope: "step".into(),
         asked: Bytes::mib(16),
+        needed: Bytes::mib(16),
+        limit: Bytes::mib(16),
+        free: Bytes::mib(6),
         held: Bytes::mib(10),
         live: Bytes((8 << 20) + 512),
-        free: Bytes::mib(6),
-        budget: Bytes::mib(16),
-    };
+        other_compilers: Bytes::ZERO,
+        weights: Bytes::ZERO,
+        elsewhere: Bytes::ZERO,
+        remedy: Remedy::Budget(Bytes::mib(26)),
+    }));
     assert_eq!(refused, Err(expected));
     assert_eq!(
         run.book.counting.memory_calls(),
@@ -461,21 +466,14 @@ fn a_survivor_over_the_budget_is_refused_with_true_numbers() {
     }
     let mut run = pair.begin("step");
     let refused = run.try_alloc(8 << 20);
-    let Err(Error::OverBudget {
-        asked,
-        held,
-        live,
-        free,
-        budget,
-        ..
-    }) = refused
-    else {
+    let Err(Error::OverBudget(short)) = refused else {
         panic!("there are two of them already: {refused:?}");
     };
     assert_eq!(
-        (asked, live, budget),
+        (short.asked, short.live, short.limit),
         (Bytes::mib(8), Bytes::mib(16), Bytes::mib(16))
     );
+    let (held, free) = (short.held, short.free);
     assert_eq!(
         (held.0, free.0),
         (run.book.held(), (16 << 20) - run.book.held())
@@ -492,16 +490,10 @@ fn a_device_that_is_full_is_reported_with_true_numbers() {
     let (a, b) = (run.here(8 << 20), run.here(8 << 20));
     run.free(b, true);
     let refused = run.try_alloc(16 << 20);
-    let Err(Error::OutOfMemory {
-        asked,
-        held,
-        live,
-        free,
-        ..
-    }) = refused
-    else {
+    let Err(Error::OutOfMemory(short)) = refused else {
         panic!("20 MiB cannot hold 24: {refused:?}");
     };
+    let (asked, held, live, free) = (short.asked, short.held, short.live, short.free);
     assert_eq!((asked, live), (Bytes::mib(16), Bytes::mib(8)));
     assert_eq!(held.0, device.books().held.0);
     assert_eq!(free.0, (20 << 20) - held.0);

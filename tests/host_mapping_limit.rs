@@ -20,7 +20,7 @@ fn calls_beyond_the_kernels_limit_of_mappings_are_errors_that_change_nothing() {
         return;
     }
     let refused = |call| {
-        Err(DeviceError::Driver {
+        Err(DeviceError::System {
             call,
             code: libc::ENOMEM,
         })
@@ -45,7 +45,7 @@ fn calls_beyond_the_kernels_limit_of_mappings_are_errors_that_change_nothing() {
     };
     assert_eq!(
         failed,
-        DeviceError::Driver {
+        DeviceError::System {
             call: Call::Map,
             code: libc::ENOMEM
         }

@@ -239,8 +239,9 @@ fn a_step_takes_no_pinned_page_and_says_what_is_free() {
     turn(&range, 5);
     let mut compiler = compiler(&pager);
     match step(&mut compiler, 3) {
-        Err(Error::OverBudget { free, budget, .. }) => {
-            assert_eq!((free, budget), (pages(2), pages(6)));
+        Err(Error::OverBudget(short)) => {
+            assert_eq!((short.free, short.limit), (pages(2), pages(6)));
+            assert_eq!(short.weights, pages(4));
         }
         other => panic!("three pages do not fit beside four: {other:?}"),
     }
@@ -382,12 +383,20 @@ fn what_goes_beyond_the_limit_of_weights_leaves_with_its_last_pin_and_the_rest_s
     drop(again);
     let refused = range.pin_beyond(Bytes::ZERO, pages(9), Stamp::NEVER);
     assert!(
-        matches!(refused, Err(Error::WeightBudget { needed, .. }) if needed == pages(9)),
+        matches!(refused, Err(Error::WeightBudget(short)) if short.needed == pages(9)),
         "the budget is never exceeded"
     );
     drop(range);
     assert!(device.is_empty());
     assert!(device.books().held_peak <= pages(7));
+}
+
+/// What must be in memory together, and what it can have.
+fn told<T: std::fmt::Debug>(refused: Result<T, Error>) -> (Bytes, Bytes) {
+    match refused {
+        Err(Error::WeightBudget(short)) => (short.needed, short.limit),
+        other => panic!("it does not fit: {other:?}"),
+    }
 }
 
 #[test]
@@ -409,11 +418,9 @@ fn what_has_to_be_in_at_once_takes_any_page_that_is_not_pinned() {
         assert_eq!((resident(&range), resident(&later)), (4, 0));
         // Nothing is left that is not pinned, and what is told is the sum.
         let refused = range.pin_beyond(pages(2), pages(3), Stamp::NEVER);
-        let (needed, limit) = (pages(6), pages(4));
-        assert_eq!(refused.err(), Some(Error::WeightBudget { needed, limit }));
+        assert_eq!(told(refused), (pages(6), pages(4)));
         let refused = later.pin_beyond(pages(1), pages(1), Stamp::NEVER);
-        let (needed, limit) = (pages(5), pages(4));
-        assert_eq!(refused.err(), Some(Error::WeightBudget { needed, limit }));
+        assert_eq!(told(refused), (pages(5), pages(4)));
         assert_eq!((resident(&range), resident(&later)), (4, 0));
         drop(all);
         assert!(pager.stats().used <= pager.stats().weights_limit);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memory_compiler::device::{Call, Device, DeviceError};
 use memory_compiler::pager::{Ahead, Group, OnThread, Pager, Part, Pin, Stamp};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Remedy};
 
 use reference::devices::limited_host;
 use reference::weights::{Model, PAGE, Random, Read, StreamedHost, WORK, check, device, pages};
@@ -424,8 +424,11 @@ fn a_group_that_does_not_fit_is_told_what_it_needs() {
     for step in 0..3 {
         model.run(&device, 0, &mut reads);
         let refused = model.ahead.enter(model.groups[1].0);
-        let (needed, limit) = (pages(9), pages(8));
-        assert_eq!(refused, Err(Error::WeightBudget { needed, limit }));
+        let Err(Error::WeightBudget(short)) = refused else {
+            panic!("nine pages do not fit into eight: {refused:?}");
+        };
+        assert_eq!((short.needed, short.limit), (pages(9), pages(8)));
+        assert_eq!(short.remedy, Remedy::WeightLimit(pages(9)));
         model.run(&device, 2, &mut reads);
         device.upstream().run_all(step);
         check(&device, &mut reads);

@@ -102,7 +102,8 @@ impl World {
         let entered = model.ahead.enter(model.groups[group].0);
         match entered {
             Ok(()) => self.entered += 1,
-            Err(Error::WeightBudget { needed, limit }) => {
+            Err(Error::WeightBudget(short)) => {
+                let (needed, limit) = (short.needed, short.limit);
                 self.refused += 1;
                 assert!(needed > Bytes::ZERO && limit <= pages(self.budget));
                 return;

@@ -182,7 +182,8 @@ impl World {
         let pin = if is_beyond {
             match model.range.pin_beyond(offset, size, weight.since) {
                 Ok(pinned) => Ok(Pin::Resident(pinned)),
-                Err(Error::WeightBudget { needed, limit }) => {
+                Err(Error::WeightBudget(short)) => {
+                    let (needed, limit) = (short.needed, short.limit);
                     assert!(
                         needed > limit || self.armed || may_stay,
                         "{needed} of {limit}"

@@ -179,6 +179,11 @@ unsafe impl Device for Cuda {
         })
     }
 
+    /// All that stand for one GPU have one memory. A handle of the driver is no address of a device.
+    fn memory_source(&self) -> u64 {
+        self.gpu.context()
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         check_granules(Call::Reserve, Address(0), size, self.granule)?;
         let _current = self.enter(Call::Reserve)?;

@@ -155,7 +155,7 @@ fn invalid(call: Call, reason: &'static str) -> DeviceError {
 
 /// For `map_err`: the system call under `call` failed.
 fn driver(call: Call) -> impl Fn(Errno) -> DeviceError {
-    move |code| DeviceError::Driver { call, code }
+    move |code| DeviceError::System { call, code }
 }
 
 impl Host {
@@ -163,7 +163,7 @@ impl Host {
     ///
     /// # Errors
     /// [`Invalid`](DeviceError::Invalid) unless `granule` is a power of two and a multiple of the
-    /// operating system's page; [`Driver`](DeviceError::Driver) when `memfd_create` or `mmap` fails.
+    /// operating system's page; [`System`](DeviceError::System) when `memfd_create` or `mmap` fails.
     pub fn new(granule: Bytes) -> Result<Self, DeviceError> {
         if !granule.0.is_power_of_two() || granule < os::page_size() {
             let reason = "the granule is a power of two and a multiple of the system's page";
@@ -205,7 +205,7 @@ impl Host {
     /// Memory that the kernel keeps for this device's pages.
     ///
     /// # Errors
-    /// [`Driver`](DeviceError::Driver) when `fstat` fails.
+    /// [`System`](DeviceError::System) when `fstat` fails.
     pub fn resident(&self) -> Result<Bytes, DeviceError> {
         self.file.resident().map_err(driver(Call::Memory))
     }
@@ -313,6 +313,12 @@ unsafe impl Device for Host {
         true
     }
 
+    /// All of them have the memory of the machine.
+    fn memory_source(&self) -> u64 {
+        static MACHINE: u8 = 0;
+        std::ptr::from_ref(&MACHINE).addr() as u64
+    }
+
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.check_granules(Call::Reserve, Address(0), size)?;
         limits::check_addresses(size)?;
@@ -354,7 +360,7 @@ unsafe impl Device for Host {
                 });
             }
             Err(code) => {
-                return Err(DeviceError::Driver {
+                return Err(DeviceError::System {
                     call: Call::Create,
                     code,
                 });
@@ -438,7 +444,7 @@ unsafe impl Device for Host {
             {
                 let _ = range.forbid(place, self.granule);
             }
-            return Err(DeviceError::Driver {
+            return Err(DeviceError::System {
                 call: Call::Allow,
                 code,
             });

@@ -109,6 +109,12 @@ pub unsafe trait Device: Debug + Send + Sync {
         None
     }
 
+    /// A number for the memory that its pages come from: where two devices give the same, a page that one
+    /// gives back is one that the other may get. Its own address, unless it says more.
+    fn memory_source(&self) -> u64 {
+        std::ptr::from_ref(self).cast::<()>().addr() as u64
+    }
+
     /// Reserves `size` bytes of addresses, aligned to the granule, without memory.
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError>;
 

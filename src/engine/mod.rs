@@ -59,6 +59,7 @@ use crate::options::Options;
 use crate::placer::{Space, Units};
 use crate::prefetch::prefetch;
 use crate::scopes::{Position, Scopes};
+use crate::shortage::Shortage;
 use crate::stats::Compiled;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -527,23 +528,14 @@ impl Engine {
     }
 
     fn error_of(&self, refusal: Refusal, asked: Bytes) -> Error {
-        let (held, live) = (self.arena.held(), Bytes(self.live * ALIGNMENT.0));
+        let told = |mut short: Box<Shortage>| {
+            short.scope = self.scopes.path();
+            (short.asked, short.live) = (asked, Bytes(self.live * ALIGNMENT.0));
+            short
+        };
         match refusal {
-            Refusal::OverBudget { budget, free } => Error::OverBudget {
-                scope: self.scopes.path(),
-                asked,
-                held,
-                live,
-                free,
-                budget,
-            },
-            Refusal::OutOfMemory { free } => Error::OutOfMemory {
-                scope: self.scopes.path(),
-                asked,
-                held,
-                live,
-                free,
-            },
+            Refusal::OverBudget(short) => Error::OverBudget(told(short)),
+            Refusal::OutOfMemory(short) => Error::OutOfMemory(told(short)),
             Refusal::AddressSpace => Error::AddressSpace {
                 asked,
                 reserved: self.arena.reserved(),

@@ -1,11 +1,11 @@
-//! What all threads may touch of an engine: its range of addresses, and the frees and ends of pins that wait
-//! for it.
+//! What all threads may touch of an engine: its range of addresses, the frees and ends of pins that wait for it,
+//! and between steps the engine itself.
 //!
 //! A free needs a fence unless it comes from the engine's *home*, the thread and stream of its steps,
 //! where the next use of the memory is enqueued behind the last. A free without a fence is queued under
 //! the lock of the home: it is in the queue before the engine can move.
 //!
-//! May import: layers 0 and 3, `handover`, and `engine`, which it keeps once orphaned.
+//! May import: layers 0 and 3, `handover`, and `engine`, which it keeps between steps and once orphaned.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -62,6 +62,8 @@ pub(crate) struct Shared {
     pub handover: Handover<Remote, Box<Engine>>,
     pub device: Arc<dyn Device>,
     home: Mutex<Home>,
+    /// The engine between steps, for its compiler and for others who are short of memory (`lending`).
+    pub idle: Mutex<Option<Box<Engine>>>,
 }
 
 impl Shared {
@@ -70,6 +72,7 @@ impl Shared {
             base,
             size,
             device,
+            idle: Mutex::new(None),
             home: Mutex::default(),
             handover: Handover::new(),
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::shared::Home;
 use super::{Active, Counts, Engine};
+use crate::accounts::Account;
 use crate::device::{Call, StreamId};
 use crate::error::Error;
 use crate::graph::Kind;
@@ -409,6 +410,25 @@ impl Engine {
         let trimmed = self.arena.trim();
         self.note_trims();
         trimmed.map_err(|refusal| self.error(refusal, 0))
+    }
+
+    /// Gives up to `wanted` bytes of idle frames back, for a step of another compiler; none where the layout is
+    /// pinned. The next step maps others under the same addresses.
+    pub fn lend(&mut self, wanted: Bytes) {
+        debug_assert!(self.active.is_none(), "a step has nothing to lend");
+        self.drain();
+        if self.is_pinned() {
+            return;
+        }
+        self.sync_placer();
+        self.arena.is_pinned = false;
+        self.arena.lend(wanted.0.div_ceil(self.arena.granule().0));
+        self.note_trims();
+    }
+
+    /// What others see of the memory.
+    pub fn account(&self) -> &Account {
+        self.arena.account()
     }
 
     /// Live buffers, by address.

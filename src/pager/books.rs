@@ -15,7 +15,7 @@
 //!   model that is too large keeps its low part and never cycles. What must be in at once
 //!   ([`Books::enter`], `beyond`) may take any page that is not pinned.
 //!
-//! May import: layers 0 and 3, `pages`, `budget`.
+//! May import: layers 0 and 3, `pages`, `budget`, `accounts`.
 
 mod beyond;
 mod evict;
@@ -27,6 +27,7 @@ use std::sync::Arc;
 use self::evict::{Staying, twice};
 use super::range::{Range, Slot};
 use super::{PageOut, PagerStats, Residency, Stamp};
+use crate::accounts::Owner;
 use crate::budget::Budget;
 use crate::device::{Device, PageId};
 use crate::pages::{Pages, Refused};
@@ -96,7 +97,13 @@ impl Books {
         page_out: Option<PageOut>,
     ) -> Result<(u64, Address), Refused> {
         let size = Bytes(u64::from(page_count) * device.granule().0);
-        let pages = Pages::reserve(device, size, page_count, self.budget.clone())?;
+        let pages = Pages::reserve(
+            device,
+            size,
+            page_count,
+            self.budget.clone(),
+            Owner::Weights,
+        )?;
         let base = pages.base;
         let id = self.next_range;
         self.next_range += 1;

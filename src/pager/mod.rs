@@ -48,7 +48,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! May import: layers 0 and 3, `pages`, `budget`.
+//! May import: layers 0 and 3, `pages`, `budget`, `accounts`.
 
 mod ahead;
 mod books;
@@ -56,6 +56,7 @@ mod carrier;
 mod clock;
 mod plan;
 mod range;
+mod short;
 
 pub use ahead::{Ahead, AheadStats, Group};
 pub use carrier::{AtOnce, Carrier, OnStream, OnThread};
@@ -65,6 +66,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use self::books::Books;
+use crate::accounts::{Account, Owner};
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
 use crate::device::{Device, heap_allows};
@@ -160,7 +162,12 @@ struct Shared {
     device: Arc<dyn Device>,
     budget: Budget,
     books: Mutex<Books>,
+    /// Without pages, to see those of others.
+    account: Arc<Account>,
 }
+
+/// How often weights that miss memory ask idle compilers for theirs: others may be quicker.
+const BORROWING: usize = 3;
 
 /// Marks the thread for as long as the books are locked: what they allocate belongs to no step.
 struct Locked<'p> {
@@ -185,8 +192,12 @@ impl Relief for Shared {
     }
 }
 
-fn failed(Refused { call, source }: Refused) -> Error {
-    Error::Device { call, source }
+fn failed(refused: Refused) -> Error {
+    match refused {
+        Refused::Device { call, source } => Error::Device { call, source },
+        // Whoever takes pages looks at this one, and says `None`: see `Books::bring`.
+        Refused::Budget => Error::WeightBudget(Box::default()),
+    }
 }
 
 impl Pager {
@@ -219,6 +230,7 @@ impl Pager {
         }
         let budget = Budget::new(budget);
         let shared = Arc::new(Shared {
+            account: Account::open(&*device, &budget, Owner::Weights),
             device,
             budget: budget.clone(),
             books: Mutex::new(Books::new(budget.part(weights))),
@@ -390,7 +402,8 @@ impl WeightRange {
     /// of the last time that the caller filled all of these bytes, [`Stamp::NEVER`] if it did not.
     ///
     /// Memory comes from what is free, then from unpinned pages of ranges of lower priority and from
-    /// higher addresses of this one.
+    /// higher addresses of this one. Not from idle pages of compilers: their next step would take them back
+    /// and evict the weights for it, while bytes that stream in cost nobody anything.
     ///
     /// # Errors
     /// [`Error::Option`] for bytes outside the range, [`Error::Device`] when the device refuses: then
@@ -405,31 +418,27 @@ impl WeightRange {
     /// The same for bytes that cannot be brought in another way: where they do not fit into what weights may
     /// have ([`Pager::with_limit`]) they take of the rest of the budget, as the step's buffers do, and leave
     /// with their last pin. [`PagerStats::beyond_peak`] says how far. Where that is used up too they take the
-    /// place of any page that is not pinned.
+    /// place of any page that is not pinned, and at last of idle pages of compilers that are in no step.
     ///
     /// # Errors
     /// As [`pin`](Self::pin); [`Error::WeightBudget`] where the whole budget, or the device, has not so much
     /// beside what is pinned.
     pub fn pin_beyond(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pinned, Error> {
-        if let Some(pinned) = self.pin_pages(offset, size, since, true)? {
-            return Ok(pinned);
+        for _ in 0..BORROWING {
+            if let Some(pinned) = self.pin_pages(offset, size, since, true)? {
+                return Ok(pinned);
+            }
+            let short = self.together(self.pages(offset, size)?);
+            if !self.borrow(&short) {
+                return Err(Error::WeightBudget(Box::new(short)));
+            }
         }
-        let pages = self.pages(offset, size)?;
-        let mut books = self.0.pager.lock();
-        let (needed, limit) = books.books.together(self.0.id, pages);
-        Err(Error::WeightBudget { needed, limit })
-    }
-
-    /// What is said of pages that do not fit.
-    fn too_much(&self, page_count: usize) -> Error {
-        let mut books = self.0.pager.lock();
-        let stats = books.books.stats();
-        let capacity = books.books.capacity(self.0.id) * self.granule().0;
-        Error::WeightBudget {
-            needed: Bytes(page_count as u64 * self.granule().0),
-            limit: stats
-                .weights_limit
-                .min(Bytes(capacity.max(stats.resident.0))),
+        match self.pin_pages(offset, size, since, true)? {
+            Some(pinned) => Ok(pinned),
+            None => {
+                let short = self.together(self.pages(offset, size)?);
+                Err(Error::WeightBudget(Box::new(short)))
+            }
         }
     }
 

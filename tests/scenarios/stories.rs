@@ -4,7 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use memory_compiler::device::{Call, StreamId};
 use memory_compiler::{
-    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Stats,
+    Address, Allocation, BadFree, Bytes, Compiler, Error, Expected, Options, Remedy, Shortage,
+    Stats,
 };
 
 use crate::reference::Expect;
@@ -519,13 +520,19 @@ fn case_36_a_full_device_is_a_typed_error_and_a_smaller_retry_works() {
     let mut run = pair.begin("step");
     let a = run.here(256 * MIB);
     let failed = run.try_alloc(384 * MIB);
-    let expected = Error::OutOfMemory {
+    let expected = Error::OutOfMemory(Box::new(Shortage {
         scope: "step".into(),
         asked: Bytes::mib(384),
+        needed: Bytes::mib(384),
+        limit: Bytes::mib(512),
+        free: Bytes::mib(256),
         held: Bytes::mib(256),
         live: Bytes::mib(256),
-        free: Bytes::mib(256),
-    };
+        other_compilers: Bytes::ZERO,
+        weights: Bytes::ZERO,
+        elsewhere: Bytes::ZERO,
+        remedy: Remedy::Smaller(Bytes::mib(256)),
+    }));
     assert!(
         expected
             .to_string()

@@ -11,7 +11,8 @@ use crate::device::{
 };
 use crate::units::{Address, Bytes};
 
-/// Lets at most so many bytes of physical pages be alive.
+/// Lets at most so many bytes of physical pages be alive. What is within the limit is memory of its own
+/// ([`Device::memory_source`]): pages that somebody else gives back upstream do not help here.
 #[derive(Debug)]
 pub struct Limiting<D> {
     upstream: D,

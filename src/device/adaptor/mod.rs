@@ -48,6 +48,9 @@ macro_rules! forward {
     (@ gpu $self:ident $upstream:expr) => {
         forward!(@@ gpu() -> Option<GpuIdentity>, $self $upstream);
     };
+    (@ memory_source $self:ident $upstream:expr) => {
+        forward!(@@ memory_source() -> u64, $self $upstream);
+    };
     (@ reserve $self:ident $upstream:expr) => {
         forward!(@@ reserve(size: Bytes) -> Result<Address, DeviceError>, $self $upstream);
     };
@@ -127,7 +130,7 @@ use forward;
 // SAFETY: every method is that of the device itself, which keeps the contract.
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
-        granule, is_host_memory, gpu, reserve, unreserve, create, release, map, allow, unmap,
+        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, allow, unmap,
         synchronise, fence, wait, is_capturing, trim_pool, memory, check_room, write, read, fill,
         host_memory, copy_stream, enqueue_copy, moment, elapsed);
 }

@@ -86,12 +86,12 @@ impl Drop for Locked {
     }
 }
 
-/// What a return code means; `OUT_OF_MEMORY` gets its numbers from the caller.
+/// What a return code means. That no page is left gets its numbers from the caller; other calls have none to say.
 fn check(call: Call, code: CUresult) -> Result<(), DeviceError> {
     match code {
         CUresult::CUDA_SUCCESS => Ok(()),
         CUresult::CUDA_ERROR_NOT_READY => Err(DeviceError::NotReady),
-        CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY if call == Call::Create => {
             let none = Bytes::ZERO;
             Err(DeviceError::OutOfMemory {
                 info: MemoryInfo {

@@ -243,9 +243,13 @@ impl Ahead {
                 reason: "it is one of another `Ahead`".into(),
             });
         }
-        match self.enter_whole(group) {
+        let entered = match self.enter_whole(group) {
             // Its parts may fit.
             Err(Error::WeightBudget { .. }) if self.part()? => self.enter_whole(group),
+            result => result,
+        };
+        match entered {
+            Err(Error::WeightBudget(short)) if self.range.borrow(&short) => self.enter_whole(group),
             result => result,
         }
     }
@@ -371,7 +375,7 @@ impl Ahead {
             Ok(Some(reached)) => reached,
             Ok(None) => {
                 self.is_unordered = true;
-                return Err(self.range.too_much(pages.len()));
+                return Err(Error::WeightBudget(Box::new(self.range.too_much(pages))));
             }
             Err(refused) => {
                 self.is_unordered = true;

@@ -99,10 +99,10 @@ impl Books {
 
     /// Bytes that have to be in memory together once `pages` are pinned as well, and those that all weights
     /// could have, as far as the whole budget and the device go.
-    pub fn together(&mut self, id: u64, pages: std::ops::Range<u32>) -> (Bytes, Bytes) {
+    pub fn together(&mut self, id: u64, pages: impl Iterator<Item = u32>) -> (Bytes, Bytes) {
         let granule = self.range(id).pages.granule.0;
-        let slots = &self.range(id).slots[pages.start as usize..pages.end as usize];
-        let more = slots.iter().filter(|slot| slot.pins == 0).count() as u64;
+        let slots = &self.range(id).slots;
+        let more = pages.filter(|&page| slots[page as usize].pins == 0).count() as u64;
         let free = self.budget.outermost().free();
         let device = self.range(id).pages.device.memory().map(|info| info.free);
         let free = device.map_or(free, |device| device.min(free)).0 / granule;

@@ -125,7 +125,7 @@ impl Books {
             match self.evict(&victims, count - given, &mut refused) {
                 Ok(more) => given += more,
                 Err(error) => {
-                    tracing::warn!(call = ?error.call, source = %error.source, "no weights evicted");
+                    tracing::warn!(%error, "no weights evicted");
                     break;
                 }
             }

@@ -10,6 +10,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
 
+use memory_compiler::device::{Call, DeviceError};
 use memory_compiler::hook::cuda as hook;
 
 const OFF: u8 = 0;
@@ -52,7 +53,12 @@ pub fn plan() -> candle_core::Result<(u64, u64)> {
         // SAFETY: `base` is writable.
         let code = unsafe { hook::alloc(&raw mut base, size as usize) };
         if code != 0 {
-            candle_core::bail!("no block of {size} bytes for the floor: code {code}");
+            let call = Call::Create;
+            let refused = DeviceError::Driver {
+                call,
+                code: code.cast_signed(),
+            };
+            candle_core::bail!("no block of {size} bytes for the floor: {refused}");
         }
         floor.addresses = offsets.iter().map(|offset| base + offset).collect();
         floor.block = (base, size);
