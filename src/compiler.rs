@@ -13,6 +13,7 @@ use crate::arena::Arena;
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::Budget;
 use crate::current;
+use crate::device::fork::Process;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
@@ -28,11 +29,17 @@ use crate::watch;
 ///
 /// Dropping it leaves the buffers that are still live valid; the memory goes back to the device with
 /// the last of them.
+///
+/// In a forked child of the process that made it, everything but its drop is refused ([`Error::Forked`]), numbers
+/// are zero, and buffers that were live at the fork may be read, written to as copies, and dropped; nothing of
+/// that reaches the parent. A child may make a device and a compiler of its own.
 #[derive(Debug)]
 pub struct Compiler {
     /// `None` while a step is active.
     engine: Option<Box<Engine>>,
     serial: u64,
+    /// Who made it: in a forked child it refuses everything.
+    process: Process,
 }
 
 // Between steps it may move to another thread, which then steps it.
@@ -70,6 +77,7 @@ impl Compiler {
 
     fn sharing(device: Arc<dyn Device>, options: Options, budget: Budget) -> Result<Self, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        let process = Process::this();
         let granule = device.granule();
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
         if options.address_space.0 / granule.0 < 2 {
@@ -103,9 +111,7 @@ impl Compiler {
         let arena =
             Arena::new(Arc::clone(&device), options.address_space, budget).map_err(|refusal| {
                 match refusal {
-                    crate::arena::Refusal::Device { call, source } => {
-                        Error::Device { call, source }
-                    }
+                    crate::arena::Refusal::Device { call, source } => Error::refused(call, source),
                     _ => Error::AddressSpace {
                         asked: options.address_space,
                         reserved: Bytes::ZERO,
@@ -122,10 +128,12 @@ impl Compiler {
                 host_threshold,
             ))),
             serial: 0,
+            process,
         })
     }
 
-    fn engine(&mut self) -> Option<&mut Engine> {
+    fn engine(&mut self) -> Result<&mut Engine, Error> {
+        self.check_process()?;
         // After `mem::forget` of a step the engine is still on the thread that began it.
         if self.engine.is_none() {
             self.engine = current::uninstall(self.serial);
@@ -133,7 +141,14 @@ impl Compiler {
                 engine.abort();
             }
         }
-        self.engine.as_deref_mut()
+        self.engine.as_deref_mut().ok_or(Error::StepActive)
+    }
+
+    fn check_process(&self) -> Result<(), Error> {
+        if self.process.is_ancestor() {
+            return Err(Error::Forked);
+        }
+        Ok(())
     }
 
     /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
@@ -143,7 +158,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?;
+        self.engine()?;
         let mut engine = self.engine.take().expect("seen above");
         engine.begin(name);
         let serial = engine.serial;
@@ -191,7 +206,7 @@ impl Compiler {
     /// on another thread.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?.use_stream(stream)
+        self.engine()?.use_stream(stream)
     }
 
     /// All numbers, between steps. All zero while a step is leaked on another thread.
@@ -208,7 +223,7 @@ impl Compiler {
     /// another thread; [`Error::Device`] when the device refuses: what was given back until then stays given back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?.trim()
+        self.engine()?.trim()
     }
 
     /// Plans all buffers of all recorded branches again, now that their lifespans are known, and installs
@@ -223,9 +238,7 @@ impl Compiler {
     /// another thread; [`Error::Device`] when the device refuses. Then the layout is as before.
     pub fn compile(&mut self) -> Result<Compiled, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine()
-            .ok_or(Error::StepActive)?
-            .compile(COMPILE_TIME)
+        self.engine()?.compile(COMPILE_TIME)
     }
 
     /// Keeps every address, and the memory under it, as it is until the guard is dropped: for addresses
@@ -236,7 +249,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let shared = Arc::clone(&self.engine().ok_or(Error::StepActive)?.shared);
+        let shared = Arc::clone(&self.engine()?.shared);
         shared.pin();
         Ok(PinnedLayout { shared })
     }
@@ -271,10 +284,10 @@ impl Drop for PinnedLayout {
 impl Drop for Compiler {
     fn drop(&mut self) {
         // A step leaked on another thread keeps its engine: its buffers must stay valid.
-        if self.engine().is_some()
-            && let Some(engine) = self.engine.take()
-        {
-            current::orphan(engine);
+        match self.engine() {
+            Ok(_) => self.engine.take().map_or((), current::orphan),
+            // A forked child's copy of an engine has nothing to give back.
+            Err(_) => std::mem::forget(self.engine.take()),
         }
     }
 }
@@ -319,7 +332,13 @@ pub struct Step<'c> {
 impl Step<'_> {
     fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        current::with_step(self.serial, f).ok_or(Error::NoStep)
+        current::with_step(self.serial, f).ok_or_else(|| self.missing())
+    }
+
+    /// What it means that the step is not active on this thread.
+    #[cold]
+    fn missing(&self) -> Error {
+        self.compiler.check_process().err().unwrap_or(Error::NoStep)
     }
 
     /// Places a buffer.
@@ -389,6 +408,7 @@ impl Step<'_> {
     /// The first error that the step met inside a hook.
     pub fn finish(self) -> Result<StepReport, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.compiler.check_process()?;
         let mut engine = current::uninstall(self.serial).ok_or(Error::NoStep)?;
         let report = engine.end();
         self.compiler.engine = Some(engine);
@@ -402,6 +422,9 @@ impl Step<'_> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
+        if self.compiler.check_process().is_err() {
+            return;
+        }
         if let Some(mut engine) = current::uninstall(self.serial) {
             engine.abort();
             self.compiler.engine = Some(engine);

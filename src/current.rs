@@ -12,6 +12,10 @@
 //! borrows for the length of one call: what the engine itself allocates finds it borrowed (or the mark of
 //! [`Bookkeeping`]) and passes through.
 //!
+//! A forked child begins without active steps, and frees of buffers that it inherited do nothing: what it has are
+//! copies. It asks [`Shared::is_inherited`] before it touches what another thread of its parent may have locked; the
+//! registry is locked inside of a [`Section`] only.
+//!
 //! May import: layers 0 to 4, `engine`.
 
 use std::cell::{Cell, RefCell};
@@ -20,6 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::device::fork::{self, Section};
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, By, Engine, OnError, Shared};
 use crate::error::{BadFree, Error};
@@ -44,6 +49,7 @@ static HIGHEST: AtomicU64 = AtomicU64::new(0);
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
+    fork::forget_in_child(forget_active);
     change_registry(|registry| registry.push(Arc::clone(shared)));
     widen(shared.base, shared.size);
 }
@@ -61,12 +67,14 @@ fn deregister(shared: &Arc<Shared>) {
 
 fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
     let _bookkeeping = Bookkeeping::begin();
+    let _section = Section::begin();
     REGISTERING.set(true);
     change(&mut REGISTRY.write().unwrap_or_else(PoisonError::into_inner));
     REGISTERING.set(false);
 }
 
 fn owner(address: Address) -> Option<Arc<Shared>> {
+    let _section = Section::begin();
     let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
     registry
         .iter()
@@ -80,6 +88,16 @@ pub(crate) fn may_own(address: Address) -> bool {
     address.0 >= LOWEST.load(Ordering::Relaxed)
         && address.0 < HIGHEST.load(Ordering::Relaxed)
         && !REGISTERING.get()
+}
+
+/// In a forked child, whose steps are its parent's: nothing is served from them, and their engines stay as they are.
+fn forget_active() {
+    ACTIVE.with(|active| {
+        // Borrowed where foreign code forked inside of a call of the engine.
+        if let Ok(mut active) = active.try_borrow_mut() {
+            std::mem::forget(std::mem::take(&mut *active));
+        }
+    });
 }
 
 /// Makes an engine the innermost one of this thread.
@@ -257,6 +275,9 @@ pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
 /// and no buffer is live there, or one that a value owns which the CPU hook served.
+///
+/// In a forked child nothing happens to a buffer that it inherited, and that is no error: what is dropped there was a
+/// copy.
 pub fn free(address: Address) -> Result<(), Error> {
     free_here(address, By::Program).unwrap_or_else(|| free_elsewhere(address, None, By::Program))
 }
@@ -325,7 +346,7 @@ pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
         address,
         reason: BadFree::Unknown,
     })?;
-    if shared.device.gpu().is_some_and(|gpu| !gpu.has_pools) {
+    if !shared.is_inherited() && shared.device.gpu().is_some_and(|gpu| !gpu.has_pools) {
         let waited = shared.device.synchronise();
         waited.map_err(|source| Error::Device {
             call: Call::Synchronise,
@@ -355,6 +376,9 @@ pub(crate) fn free_elsewhere(
         address,
         reason: BadFree::Unknown,
     })?;
+    if shared.is_inherited() {
+        return Ok(());
+    }
     shared
         .push_free(address, stream, by)
         .map_err(|source| Error::Device {
@@ -374,8 +398,12 @@ pub(crate) fn orphan(engine: Box<Engine>) {
     reap(&shared);
 }
 
-/// Applies waiting frees of a compiler that was dropped; the last one ends its engine.
+/// Applies waiting frees of a compiler that was dropped; the last one ends its engine. One of a forked child's parent is
+/// left alone.
 fn reap(shared: &Arc<Shared>) {
+    if shared.is_inherited() {
+        return;
+    }
     let ended = shared.handover.reap(|engine| {
         engine.drain_orphan();
         let is_empty = engine.live_count() == 0;

@@ -5,7 +5,7 @@
 //! Opening a scope returns no error, and models have scopes deep inside. So a watch that cannot do its work
 //! unwinds up to the step, or [`catch_scopes`], which returns the error; elsewhere it is a panic.
 //!
-//! May import: layer 0; `bookkeeping`.
+//! May import: layer 0; `bookkeeping`, `device/fork`.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, Weak};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::device::fork::Section;
 use crate::error::Error;
 
 /// Why a watch could not do its work.
@@ -93,6 +94,7 @@ pub(crate) fn unwind(error: Error) -> ! {
 /// Has `watch` told of scopes that open from now on, on all threads, until it is dropped.
 pub fn watch_scopes(watch: Weak<dyn ScopeWatch>) {
     let _bookkeeping = Bookkeeping::begin();
+    let _section = Section::begin();
     let mut watches = WATCHES.write().unwrap_or_else(PoisonError::into_inner);
     watches.retain(|other| other.strong_count() > 0);
     watches.push(watch);
@@ -116,10 +118,11 @@ pub(crate) fn opened(name: &str) -> Result<u64, Error> {
         return Ok(0);
     }
     let _bookkeeping = Bookkeeping::begin();
-    let watches = WATCHES
-        .read()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
+    let watches = {
+        let _section = Section::begin();
+        let watches = WATCHES.read().unwrap_or_else(PoisonError::into_inner);
+        watches.clone()
+    };
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let open = Open {
         number,

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::handover::Handover;
 use super::{By, Engine};
+use crate::device::fork::Process;
 use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -55,6 +56,8 @@ pub(crate) struct Shared {
     home: Mutex<Home>,
     /// Guards that hold the layout.
     pins: AtomicUsize,
+    /// Who made it.
+    process: Process,
 }
 
 impl Shared {
@@ -66,7 +69,14 @@ impl Shared {
             pins: AtomicUsize::new(0),
             home: Mutex::default(),
             handover: Handover::new(),
+            process: Process::this(),
         }
+    }
+
+    /// Whether this process is a forked child of the one that made it: then the rest is the parent's, and what locks
+    /// it has may be held for ever.
+    pub fn is_inherited(&self) -> bool {
+        self.process.is_ancestor()
     }
 
     /// The address of a unit of the range.

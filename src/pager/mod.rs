@@ -48,6 +48,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! In a forked child a pager of the parent and all that hangs on it refuse their work ([`Error::Forked`]), and
+//! their drops do nothing: evicted weights cannot come in there. What was resident at the fork may be read.
+//!
 //! May import: layers 0 and 3, `pages`, `budget`.
 
 mod ahead;
@@ -68,6 +71,7 @@ use self::books::Books;
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
 use crate::device::Device;
+use crate::device::fork::Process;
 use crate::error::Error;
 use crate::pages::Refused;
 use crate::units::{Address, Bytes};
@@ -157,6 +161,8 @@ pub struct Pager(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    /// Who made it: in a forked child the lock may be held for ever.
+    process: Process,
     device: Arc<dyn Device>,
     budget: Budget,
     books: Mutex<Books>,
@@ -169,6 +175,14 @@ struct Locked<'p> {
 }
 
 impl Shared {
+    /// Comes before the lock wherever the program may call from.
+    fn check_process(&self) -> Result<(), Error> {
+        if self.process.is_ancestor() {
+            return Err(Error::Forked);
+        }
+        Ok(())
+    }
+
     fn lock(&self) -> Locked<'_> {
         Locked {
             _busy: Bookkeeping::begin(),
@@ -186,7 +200,7 @@ impl Relief for Shared {
 }
 
 fn failed(Refused { call, source }: Refused) -> Error {
-    Error::Device { call, source }
+    Error::refused(call, source)
 }
 
 impl Pager {
@@ -219,6 +233,7 @@ impl Pager {
         }
         let budget = Budget::new(budget);
         let shared = Arc::new(Shared {
+            process: Process::this(),
             device,
             budget: budget.clone(),
             books: Mutex::new(Books::new(budget.part(weights))),
@@ -246,6 +261,7 @@ impl Pager {
     }
 
     fn add(&self, size: Bytes, page_out: Option<PageOut>) -> Result<WeightRange, Error> {
+        self.0.check_process()?;
         let granule = self.0.device.granule();
         let page_count = u32::try_from(size.0.div_ceil(granule.0)).unwrap_or(0);
         if page_count == 0 {
@@ -265,9 +281,12 @@ impl Pager {
         })))
     }
 
-    /// The numbers of now.
+    /// The numbers of now; all zero in a forked child.
     #[must_use]
     pub fn stats(&self) -> PagerStats {
+        if self.0.check_process().is_err() {
+            return PagerStats::default();
+        }
         self.0.lock().books.stats()
     }
 
@@ -297,7 +316,9 @@ struct Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.pager.lock().books.remove(self.id);
+        if self.pager.check_process().is_ok() {
+            self.pager.lock().books.remove(self.id);
+        }
     }
 }
 
@@ -349,6 +370,11 @@ impl WeightRange {
     #[must_use]
     pub fn is_host_memory(&self) -> bool {
         self.0.pager.device.is_host_memory()
+    }
+
+    /// Whether this process is a forked child of the one that made it.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.0.pager.process.is_ancestor()
     }
 
     fn granule(&self) -> Bytes {
@@ -430,6 +456,7 @@ impl WeightRange {
         beyond: bool,
     ) -> Result<Option<Pinned>, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.0.pager.check_process()?;
         let pages = self.pages(offset, size)?;
         let brought = self
             .0
@@ -460,7 +487,9 @@ impl WeightRange {
 
     /// Makes this range the last one to give memory up, and lets all of it come back.
     pub fn prioritise(&self) {
-        self.0.pager.lock().books.prioritise(self.0.id);
+        if self.0.pager.check_process().is_ok() {
+            self.0.pager.lock().books.prioritise(self.0.id);
+        }
     }
 
     /// Evicts what is unpinned; returns the bytes that the device got back.
@@ -468,6 +497,7 @@ impl WeightRange {
     /// # Errors
     /// [`Error::Device`] when the device cannot be waited for; then nothing was evicted.
     pub fn evict(&self) -> Result<Bytes, Error> {
+        self.0.pager.check_process()?;
         let given = self.0.pager.lock().books.empty(self.0.id).map_err(failed)?;
         Ok(Bytes(given * self.granule().0))
     }
@@ -477,6 +507,7 @@ impl WeightRange {
     /// # Errors
     /// [`Error::Option`] for bytes outside the range.
     pub fn residency(&self, offset: Bytes, size: Bytes) -> Result<Residency, Error> {
+        self.0.pager.check_process()?;
         let pages = self.pages(offset, size)?;
         Ok(self.0.pager.lock().books.residency(self.0.id, &pages))
     }
@@ -502,6 +533,9 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let reserved = &self.range.0;
+        if reserved.pager.check_process().is_err() {
+            return;
+        }
         reserved.pager.lock().books.unpin(reserved.id, &self.pages);
     }
 }

@@ -237,6 +237,7 @@ impl Ahead {
     /// group; [`Error::Option`] for a group of another `Ahead`. Then it is not entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.range.0.pager.check_process()?;
         if group.of != self.id {
             return Err(Error::Option {
                 option: "group",
@@ -290,7 +291,7 @@ impl Ahead {
     /// for one that is not entered.
     pub fn leave(&mut self, group: Group) {
         let _bookkeeping = Bookkeeping::begin();
-        if group.of != self.id {
+        if group.of != self.id || self.range.is_inherited() {
             return;
         }
         let group = self.whole(group);
@@ -446,6 +447,9 @@ impl Ahead {
 impl Drop for Ahead {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
+        if self.range.is_inherited() {
+            return;
+        }
         // Nothing may be copied into pages that are given back.
         if let Err(error) = self.settle() {
             tracing::warn!(%error, "copies of weights were not waited for");
