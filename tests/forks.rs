@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex};
 use memory_compiler::device::{Call, Device, DeviceError, Host, StreamId};
 use memory_compiler::pager::{Ahead, OnThread, Pager, Pin, Stamp};
 use memory_compiler::{
-    Address, Allocation, BadFree, Bytes, Compiler, Error, Options, Stats, free, free_on,
-    pause, scope,
+    Address, Allocation, BadFree, Bytes, Compiler, Error, Options, Stats, free, free_on, pause,
+    scope,
 };
 use reference::child::{Buffer, Child, alloc, end, fork, in_child};
 use reference::devices::{CountingHost, Pattern, counting_host};
