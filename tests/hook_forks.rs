@@ -61,7 +61,7 @@ impl Drop for Filled {
 }
 
 /// Whether memory of this vector is a step's.
-fn is_served<T>(step: &Step<'_>, vector: &Vec<T>) -> bool {
+fn is_served<T>(step: &Step<'_>, vector: &[T]) -> bool {
     let live = step.snapshot().live;
     live.iter()
         .any(|&(at, _)| at.0 == vector.as_ptr().addr() as u64)
