@@ -22,6 +22,11 @@
 //!
 //! May import: `device/host`.
 
+#![cfg_attr(
+    not(target_os = "linux"),
+    allow(dead_code, unused_imports, reason = "no handler runs at a fork there")
+)]
+
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
 use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};

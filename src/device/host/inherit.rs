@@ -13,7 +13,7 @@
 //!
 //! May import: `device`, `host`, `host/os`, `bookkeeping`, `units`.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::os::{self, PageFile};
 use super::{Books, Place};
@@ -104,11 +104,11 @@ struct Run {
 /// In a child, before anything else runs there: makes all inherited places its own. No allocation, and no lock that is
 /// waited for.
 pub(in super::super) fn own_what_was_inherited() {
-    let Ok(devices) = DEVICES.try_lock() else {
+    let Some(devices) = locked(&DEVICES) else {
         return;
     };
     for living in devices.iter() {
-        if let Ok(mut books) = living.books.try_lock()
+        if let Some(mut books) = locked(&living.books)
             && !books.is_own_copy
         {
             // At the kernel's limit of mappings this makes room for the first call, and each call then takes as many
@@ -117,6 +117,16 @@ pub(in super::super) fn own_what_was_inherited() {
             own(living, &books);
             books.is_own_copy = true;
         }
+    }
+}
+
+/// Locks what the fork has waited for. `None` only where a fork was made from within a section.
+fn locked<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        // As everywhere else: a panic left them whole.
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
     }
 }
 
