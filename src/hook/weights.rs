@@ -12,7 +12,7 @@
 //! Invariant: while a vector is live, its range is in `RANGES`, so its addresses stay reserved: touching
 //! an evicted page is a `SIGSEGV` at an address of that range and never reads anything else.
 //!
-//! May import: `pager`, `current`, `bookkeeping`, `hook/host`, `units`, `error`.
+//! May import: `pager`, `current`, `bookkeeping`, `device/fork`, `hook/host`, `units`, `error`.
 
 use std::alloc::Layout;
 use std::cell::Cell;

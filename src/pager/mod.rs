@@ -247,7 +247,8 @@ impl Pager {
     /// highest priority.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses, [`Error::Option`] for no bytes or too many.
+    /// [`Error::Device`] when the device refuses, [`Error::Option`] for no bytes or too many, [`Error::Forked`] in a
+    /// forked child.
     pub fn range(&self, size: Bytes) -> Result<WeightRange, Error> {
         self.add(size, None)
     }
@@ -408,8 +409,8 @@ impl WeightRange {
     /// higher addresses of this one.
     ///
     /// # Errors
-    /// [`Error::Option`] for bytes outside the range, [`Error::Device`] when the device refuses: then
-    /// nothing is pinned, and all that was resident and not evicted still is.
+    /// [`Error::Option`] for bytes outside the range, [`Error::Forked`] in a forked child, [`Error::Device`] when the
+    /// device refuses: then nothing is pinned, and all that was resident and not evicted still is.
     pub fn pin(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pin, Error> {
         Ok(match self.pin_pages(offset, size, since, false)? {
             Some(pinned) => Pin::Resident(pinned),
@@ -495,7 +496,8 @@ impl WeightRange {
     /// Evicts what is unpinned; returns the bytes that the device got back.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device cannot be waited for; then nothing was evicted.
+    /// [`Error::Device`] when the device cannot be waited for, [`Error::Forked`] in a forked child; then nothing was
+    /// evicted.
     pub fn evict(&self) -> Result<Bytes, Error> {
         self.0.pager.check_process()?;
         let given = self.0.pager.lock().books.empty(self.0.id).map_err(failed)?;
@@ -505,7 +507,7 @@ impl WeightRange {
     /// What is in memory of the pages under `offset .. offset + size`.
     ///
     /// # Errors
-    /// [`Error::Option`] for bytes outside the range.
+    /// [`Error::Option`] for bytes outside the range, [`Error::Forked`] in a forked child.
     pub fn residency(&self, offset: Bytes, size: Bytes) -> Result<Residency, Error> {
         self.0.pager.check_process()?;
         let pages = self.pages(offset, size)?;

@@ -168,3 +168,21 @@ fn own_run(file: &PageFile, run: Option<Run>) {
         std::process::abort();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_a_panic_has_passed_is_taken_and_a_held_one_is_not_waited_for() {
+        let mutex = Mutex::new(1);
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _guard = mutex.lock();
+            std::panic::resume_unwind(Box::new(()));
+        }));
+        assert!(panicked.is_err() && mutex.is_poisoned());
+        let held = locked(&mutex);
+        assert_eq!(held.as_deref(), Some(&1));
+        assert!(locked(&mutex).is_none());
+    }
+}

@@ -234,7 +234,8 @@ impl Ahead {
     /// # Errors
     /// [`Error::WeightBudget`] when there is not enough memory for it beside the groups that are entered,
     /// whatever else goes; [`Error::Device`] when the device refuses, or a copy that was made ahead failed, of whichever
-    /// group; [`Error::Option`] for a group of another `Ahead`. Then it is not entered.
+    /// group; [`Error::Option`] for a group of another `Ahead`; [`Error::Forked`] in a forked child. Then it is not
+    /// entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.range.0.pager.check_process()?;
