@@ -15,7 +15,7 @@
 //! - nobody waits for long here: a lender that is busy is asked for at most [`PATIENCE`], and so is a turn.
 //!   So whatever a lender, a device or a logger does, two threads cannot wait for each other for ever.
 //!
-//! May import: `units`, `bookkeeping`, `device`, `budget`.
+//! May import: `units`, `bookkeeping`, `device`, `device/fork`, `budget`.
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::Budget;
 use crate::device::Device;
+use crate::device::fork::{Process, Section};
 use crate::units::Bytes;
 
 /// How long who is short of memory tries to get hold of a lender that is busy: longer than a compile between
@@ -59,6 +60,8 @@ pub(crate) struct Account {
     owner: Owner,
     held: AtomicU64,
     lender: OnceLock<Weak<dyn Lender>>,
+    /// Who opened it: what a forked child inherited is not its own.
+    process: Process,
 }
 
 impl Account {
@@ -71,7 +74,9 @@ impl Account {
             owner,
             held: AtomicU64::new(0),
             lender: OnceLock::new(),
+            process: Process::this(),
         });
+        let _section = Section::begin();
         let mut all = ACCOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|other| other.strong_count() > 0);
         all.push(Arc::downgrade(&account));
@@ -154,11 +159,13 @@ impl Holdings {
 }
 
 fn rivals(is_one: impl Fn(&Account) -> bool) -> Vec<Arc<Account>> {
+    let section = Section::begin();
     let all = ACCOUNTS.lock().unwrap_or_else(PoisonError::into_inner);
     let mut rivals: Vec<Arc<Account>> = all.iter().filter_map(Weak::upgrade).collect();
     // What is dropped here is dropped after this.
     drop(all);
-    rivals.retain(|account| is_one(account));
+    drop(section);
+    rivals.retain(|account| !account.process.is_ancestor() && is_one(account));
     rivals
 }
 

@@ -13,6 +13,7 @@ use crate::arena::Arena;
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::Budget;
 use crate::current;
+use crate::device::fork::Process;
 use crate::device::{Device, StreamId};
 use crate::engine::{Allocation, COMPILE_TIME, Engine, OnError, Shared};
 use crate::error::Error;
@@ -29,11 +30,17 @@ use crate::watch;
 ///
 /// Dropping it leaves the buffers that are still live valid; the memory goes back to the device with
 /// the last of them.
+///
+/// In a forked child of the process that made it, everything but its drop is refused ([`Error::Forked`]), numbers
+/// are zero, and buffers that were live at the fork may be read, written to as copies, and dropped; nothing of
+/// that reaches the parent. A child may make a device and a compiler of its own.
 #[derive(Debug)]
 pub struct Compiler {
     /// Has the engine, but while a step is active.
     shared: Arc<Shared>,
     serial: u64,
+    /// Who made it: in a forked child it refuses everything.
+    process: Process,
 }
 
 // Between steps it may move to another thread, which then steps it.
@@ -72,6 +79,7 @@ impl Compiler {
 
     fn sharing(device: Arc<dyn Device>, options: Options, budget: Budget) -> Result<Self, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        let process = Process::this();
         let granule = device.granule();
         let wrong = |option, reason: String| Err(Error::Option { option, reason });
         if options.address_space.0 / granule.0 < 2 {
@@ -109,11 +117,16 @@ impl Compiler {
         current::register(&shared);
         let engine = Engine::new(Arc::clone(&shared), arena, &options, host_threshold);
         lending::offer(&shared, Box::new(engine));
-        Ok(Self { shared, serial: 0 })
+        Ok(Self {
+            shared,
+            serial: 0,
+            process,
+        })
     }
 
     /// The engine, which lends nothing while this has it.
-    fn engine(&mut self) -> Option<Idle<'_>> {
+    fn engine(&mut self) -> Result<Idle<'_>, Error> {
+        self.check_process()?;
         let mut idle = Idle::lock(&self.shared);
         // After `mem::forget` of a step the engine is still on the thread that began it.
         if idle.is_none()
@@ -122,7 +135,17 @@ impl Compiler {
             engine.abort();
             idle.put(engine);
         }
-        idle.is_some().then_some(idle)
+        if idle.is_none() {
+            return Err(Error::StepActive);
+        }
+        Ok(idle)
+    }
+
+    fn check_process(&self) -> Result<(), Error> {
+        if self.process.is_ancestor() {
+            return Err(Error::Forked);
+        }
+        Ok(())
     }
 
     /// Begins a step on this thread. Until it ends, this thread's large buffers are served from it.
@@ -132,7 +155,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let mut engine = self.engine().ok_or(Error::StepActive)?.take();
+        let mut engine = self.engine()?.take();
         engine.begin(name);
         let serial = engine.serial;
         self.serial = serial;
@@ -179,7 +202,7 @@ impl Compiler {
     /// on another thread.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?.use_stream(stream)
+        self.engine()?.use_stream(stream)
     }
 
     /// All numbers, between steps. All zero while a step is leaked on another thread.
@@ -198,7 +221,7 @@ impl Compiler {
     /// another thread; [`Error::Device`] when the device refuses: what was given back until then stays given back.
     pub fn trim(&mut self) -> Result<Bytes, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?.trim()
+        self.engine()?.trim()
     }
 
     /// Plans all buffers of all recorded branches again, now that their lifespans are known, and installs
@@ -213,9 +236,7 @@ impl Compiler {
     /// another thread; [`Error::Device`] when the device refuses. Then the layout is as before.
     pub fn compile(&mut self) -> Result<Compiled, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine()
-            .ok_or(Error::StepActive)?
-            .compile(COMPILE_TIME)
+        self.engine()?.compile(COMPILE_TIME)
     }
 
     /// Keeps every address, and the memory under it, for what is captured there until the guard is dropped: pin
@@ -233,7 +254,7 @@ impl Compiler {
     /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
     pub fn pin_layout(&mut self) -> Result<PinnedLayout, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let mut engine = self.engine().ok_or(Error::StepActive)?;
+        let mut engine = self.engine()?;
         // While nobody can be borrowing.
         engine.pin();
         let shared = Arc::clone(&engine.shared);
@@ -275,7 +296,8 @@ impl Drop for PinnedLayout {
 impl Drop for Compiler {
     fn drop(&mut self) {
         // A step leaked on another thread keeps its engine: its buffers must stay valid.
-        if let Some(mut idle) = self.engine() {
+        // A forked child's copy of an engine has nothing to give back.
+        if let Ok(mut idle) = self.engine() {
             // Whoever wants to borrow waits for what this gives back.
             current::orphan(idle.take());
         }
@@ -322,7 +344,13 @@ pub struct Step<'c> {
 impl Step<'_> {
     fn with<T>(&self, f: impl FnOnce(&mut Engine) -> T) -> Result<T, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        current::with_step(self.serial, f).ok_or(Error::NoStep)
+        current::with_step(self.serial, f).ok_or_else(|| self.missing())
+    }
+
+    /// What it means that the step is not active on this thread.
+    #[cold]
+    fn missing(&self) -> Error {
+        self.compiler.check_process().err().unwrap_or(Error::NoStep)
     }
 
     /// Places a buffer.
@@ -392,6 +420,7 @@ impl Step<'_> {
     /// The first error that the step met inside a hook.
     pub fn finish(self) -> Result<StepReport, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.compiler.check_process()?;
         let mut engine = current::uninstall(self.serial).ok_or(Error::NoStep)?;
         let report = engine.end();
         Idle::lock(&self.compiler.shared).put(engine);
@@ -405,6 +434,9 @@ impl Step<'_> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
+        if self.compiler.check_process().is_err() {
+            return;
+        }
         if let Some(mut engine) = current::uninstall(self.serial) {
             engine.abort();
             Idle::lock(&self.compiler.shared).put(engine);

@@ -12,6 +12,10 @@
 //! borrows for the length of one call: what the engine itself allocates finds it borrowed (or the mark of
 //! [`Bookkeeping`]) and passes through.
 //!
+//! A forked child begins without active steps, and frees of buffers that it inherited do nothing: what it has are
+//! copies. It asks [`Shared::is_inherited`] before it touches what another thread of its parent may have locked; the
+//! registry is locked inside of a [`Section`] only.
+//!
 //! May import: layers 0 to 4, `engine`.
 
 use std::cell::{Cell, RefCell};
@@ -20,6 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::device::fork::{self, Section};
 use crate::device::{Call, Fence, StreamId};
 use crate::engine::{Allocation, By, Engine, OnError, Remote, Shared};
 use crate::error::{BadFree, Error};
@@ -47,12 +52,14 @@ static RANGES: Ranges = Ranges::new();
 
 /// Makes an engine's addresses known.
 pub(crate) fn register(shared: &Arc<Shared>) {
+    fork::forget_in_child(forget_active);
     change_registry(|registry| registry.push(Arc::clone(shared)));
     add_range(shared.base, shared.size);
 }
 
 /// Lets [`may_own`] and [`is_in_a_range`] say yes to these addresses too.
 pub(crate) fn add_range(base: Address, size: Bytes) {
+    let _section = Section::begin();
     RANGES.add(base, size);
     LOWEST.fetch_min(base.0, Ordering::Release);
     HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
@@ -61,6 +68,7 @@ pub(crate) fn add_range(base: Address, size: Bytes) {
 /// Lets [`is_in_a_range`] say no to them again, before they are given back. The bounds stay: addresses are often
 /// handed out again.
 pub(crate) fn remove_range(base: Address) {
+    let _section = Section::begin();
     RANGES.remove(base);
 }
 
@@ -72,12 +80,14 @@ fn deregister(shared: &Shared) {
 
 fn change_registry(change: impl FnOnce(&mut Vec<Arc<Shared>>)) {
     let _bookkeeping = Bookkeeping::begin();
+    let _section = Section::begin();
     REGISTERING.set(true);
     change(&mut REGISTRY.write().unwrap_or_else(PoisonError::into_inner));
     REGISTERING.set(false);
 }
 
 fn owner(address: Address) -> Option<Arc<Shared>> {
+    let _section = Section::begin();
     let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
     registry
         .iter()
@@ -98,6 +108,16 @@ pub(crate) fn may_own(address: Address) -> bool {
 #[inline]
 pub(crate) fn is_in_a_range(address: Address) -> bool {
     RANGES.may_contain(address)
+}
+
+/// In a forked child, whose steps are its parent's: nothing is served from them, and their engines stay as they are.
+fn forget_active() {
+    ACTIVE.with(|active| {
+        // Borrowed where foreign code forked inside of a call of the engine.
+        if let Ok(mut active) = active.try_borrow_mut() {
+            std::mem::forget(std::mem::take(&mut *active));
+        }
+    });
 }
 
 /// Makes an engine the innermost one of this thread.
@@ -275,6 +295,9 @@ pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
 /// and no buffer is live there, or one that a value owns which the CPU hook served.
+///
+/// In a forked child nothing happens to a buffer that it inherited, and that is no error: what is dropped there was a
+/// copy.
 pub fn free(address: Address) -> Result<(), Error> {
     free_here(address, By::Program).unwrap_or_else(|| free_elsewhere(address, None, By::Program))
 }
@@ -343,7 +366,7 @@ pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
         address,
         reason: BadFree::Unknown,
     })?;
-    if shared.device.gpu().is_some_and(|gpu| !gpu.has_pools) {
+    if !shared.is_inherited() && shared.device.gpu().is_some_and(|gpu| !gpu.has_pools) {
         let waited = shared.device.synchronise();
         waited.map_err(|source| Error::Device {
             call: Call::Synchronise,
@@ -373,6 +396,9 @@ pub(crate) fn free_elsewhere(
         address,
         reason: BadFree::Unknown,
     })?;
+    if shared.is_inherited() {
+        return Ok(());
+    }
     shared
         .push_free(address, stream, by)
         .map_err(|source| Error::Device {
@@ -397,20 +423,27 @@ pub(crate) fn orphan(mut engine: Box<Engine>) {
     reap(&shared);
 }
 
-/// Tells an engine that a guard of its layout is gone.
+/// Tells an engine that a guard of its layout is gone; not the engine of a forked child's parent.
 pub(crate) fn unpin(shared: &Shared) {
+    if shared.is_inherited() {
+        return;
+    }
     let _bookkeeping = Bookkeeping::begin();
     shared.handover.push(Remote::Unpinned);
     reap(shared);
 }
 
-/// Applies what waits for a compiler that was dropped; its last buffer or guard ends its engine.
+/// Applies what waits for a compiler that was dropped; its last buffer or guard ends its engine. One of a forked
+/// child's parent is left alone.
 fn reap(shared: &Shared) {
     reap_lending(shared, Bytes::ZERO);
 }
 
 /// The same, and has the engine give up to `wanted` bytes of what lies idle back.
 pub(crate) fn reap_lending(shared: &Shared, mut wanted: Bytes) {
+    if shared.is_inherited() {
+        return;
+    }
     let ended = shared.handover.reap(|engine| {
         let was_pinned = engine.is_pinned();
         engine.drain_orphan();

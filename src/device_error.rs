@@ -91,6 +91,15 @@ pub enum DeviceError {
         /// What is wrong with it.
         reason: &'static str,
     },
+    /// The process is a forked child of the one whose device it is. Nothing was done.
+    #[error(
+        "{call:?}: the device belongs to the process that this one was forked from; make a device of this process's \
+         own"
+    )]
+    Forked {
+        /// The call.
+        call: Call,
+    },
     /// The driver of a GPU refused.
     #[error("{call:?} failed with {}", codes::cuda(*code))]
     Driver {

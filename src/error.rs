@@ -106,6 +106,13 @@ pub enum Error {
          memory_compiler::page_cuda_weights!();"
     )]
     CudaUsesMissing,
+    /// A compiler, step, pager or range was used in a forked child of the process that made it. Nothing was done, in
+    /// neither of the two.
+    #[error(
+        "the process that made this has forked, and this is the child: make a device and a compiler of the child's \
+         own, or start a program (exec); buffers that were live at the fork may be read and dropped here"
+    )]
+    Forked,
     /// The operation needs a step that is active on this thread.
     #[error("no step is active on this thread")]
     NoStep,
@@ -133,6 +140,16 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+impl Error {
+    /// What a call means that the device refused.
+    pub(crate) fn refused(call: Call, source: DeviceError) -> Self {
+        match source {
+            DeviceError::Forked { .. } => Self::Forked,
+            source => Self::Device { call, source },
+        }
+    }
 }
 
 /// What a device said, with the name of its call once.

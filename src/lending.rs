@@ -53,10 +53,6 @@ impl<'s> Idle<'s> {
         Self(shared.idle.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub fn is_some(&self) -> bool {
-        self.0.is_some()
-    }
-
     pub fn is_none(&self) -> bool {
         self.0.is_none()
     }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 use crate::accounts::{Account, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
+use crate::device::fork::Process;
 use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
 use crate::units::{Address, Bytes};
 
@@ -74,6 +75,8 @@ impl std::fmt::Display for Refused {
 #[derive(Debug)]
 pub(crate) struct Pages {
     pub device: Arc<dyn Device>,
+    /// Who made it: a forked child changes nothing of its parent's.
+    process: Process,
     pub base: Address,
     pub reserved: Bytes,
     pub granule: Bytes,
@@ -105,6 +108,7 @@ impl Pages {
         let account = Account::open(&*device, &budget, owner);
         let mut pages = Self {
             device,
+            process: Process::this(),
             base: Address(0),
             reserved: size,
             granule,
@@ -167,6 +171,10 @@ impl Pages {
         call: Call,
         make: impl Fn(&dyn Device) -> Result<T, DeviceError>,
     ) -> Result<T, Refused> {
+        if self.process.is_ancestor() {
+            let source = DeviceError::Forked { call };
+            return Err(Refused::Device { call, source });
+        }
         let mut tries = TRIES;
         loop {
             self.calls += 1;
@@ -391,6 +399,9 @@ impl Pages {
 
     /// Gives everything back: mappings, then `pages` and the spare ones, then the range.
     pub fn close(&mut self, pages: impl Iterator<Item = PageId>) {
+        if self.process.is_ancestor() {
+            return;
+        }
         let mut failed = self.synchronise().err();
         self.tidy();
         let split = self.split;

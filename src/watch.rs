@@ -7,7 +7,7 @@
 //!
 //! A watch is lent the names of the open scopes, so that opening one costs the same at any depth.
 //!
-//! May import: layer 0; `bookkeeping`.
+//! May import: layer 0; `bookkeeping`, `device/fork`.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock, Weak};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::device::fork::Section;
 use crate::error::Error;
 use crate::path;
 
@@ -149,6 +150,7 @@ pub(crate) fn unwind(error: Error) -> ! {
 /// Has `watch` told of scopes that open from now on, on all threads, until it is dropped.
 pub fn watch_scopes(watch: Weak<dyn ScopeWatch>) {
     let _bookkeeping = Bookkeeping::begin();
+    let _section = Section::begin();
     let mut watches = WATCHES.write().unwrap_or_else(PoisonError::into_inner);
     watches.retain(|other| other.strong_count() > 0);
     watches.push(watch);
@@ -172,10 +174,11 @@ pub(crate) fn opened(name: &str) -> Result<u64, Error> {
         return Ok(0);
     }
     let _bookkeeping = Bookkeeping::begin();
-    let watches = WATCHES
-        .read()
-        .unwrap_or_else(PoisonError::into_inner)
-        .clone();
+    let watches = {
+        let _section = Section::begin();
+        let watches = WATCHES.read().unwrap_or_else(PoisonError::into_inner);
+        watches.clone()
+    };
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let names = OPEN.with(|all| {
         let mut all = all.borrow_mut();

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::io::{Read as _, Write as _};
 use std::sync::Arc;
 
 use common::{assert_invalid, kernel_mappings, nth, times};
@@ -93,24 +94,39 @@ mod host_alone {
     }
 
     #[test]
-    fn a_forked_child_inherits_no_mapped_place() {
+    fn a_forked_child_has_mapped_places_of_its_own() {
         let host = host(SMALL);
-        let base = host.reserve(SMALL).unwrap();
-        let page = host.create().unwrap();
-        host.map(base, page).unwrap();
-        host.allow(base, SMALL).unwrap();
-        // "dc", do not copy on fork, in the `VmFlags` of the mapping: proc_pid_smaps(5).
-        let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let mut lines = text
-            .lines()
-            .skip_while(|line| !line.starts_with(&format!("{:x}-", base.0)));
-        let flags = lines
-            .find(|line| line.starts_with("VmFlags:"))
-            .expect("a mapping has flags");
-        assert!(flags.split_whitespace().any(|flag| flag == "dc"), "{flags}");
-        host.unmap(base, SMALL).unwrap();
-        host.release(page).unwrap();
-        host.unreserve(base, SMALL).unwrap();
+        let base = host.reserve(times(SMALL, 4)).unwrap();
+        for index in 0..3 {
+            host.map(nth(base, SMALL, index), host.create().unwrap())
+                .unwrap();
+        }
+        host.allow(base, times(SMALL, 2)).unwrap();
+        let (mut reader, mut writer) = std::io::pipe().unwrap();
+        // SAFETY: the child uses what this test alone has, and ends here.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let rights = kernel_mappings(base, times(SMALL, 4));
+            let rights: Vec<_> = rights.into_iter().map(|(rights, _)| rights).collect();
+            let _ = writer.write_all(rights.join(" ").as_bytes());
+            // SAFETY: ends this process, which is the child.
+            unsafe { libc::_exit(0) };
+        }
+        drop(writer);
+        let mut seen = String::new();
+        reader.read_to_string(&mut seen).unwrap();
+        // SAFETY: null is for a status that nobody wants.
+        assert_eq!(
+            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
+            child
+        );
+        // Two of its own in one mapping, one that is not allowed, and addresses without memory.
+        assert_eq!(seen, "rw-p ---s ---p");
+        let rights = kernel_mappings(base, times(SMALL, 4)).remove(0).0;
+        assert_eq!(rights, "rw-s", "the parent's");
+        host.unmap(base, times(SMALL, 3)).unwrap();
+        (0..3).for_each(|page| host.release(PageId(page)).unwrap());
+        host.unreserve(base, times(SMALL, 4)).unwrap();
     }
 
     #[test]

@@ -95,9 +95,10 @@ fn a_request_larger_than_the_machine_is_a_typed_error_in_under_a_millisecond() {
             let (stats, books, memory) = (step.stats(), device.books(), in_memory());
             let snapshot = step.snapshot();
             let (time, refused) = fastest(|| step.alloc(size));
-            let Err(Error::OutOfMemory { asked, free, .. }) = refused else {
+            let Err(Error::OutOfMemory(short)) = refused else {
                 panic!("{size} of {total}: {refused:?}");
             };
+            let (asked, free) = (short.asked, short.free);
             assert!(
                 asked >= size || size.0 > u64::MAX - 512,
                 "{asked} for {size}"
@@ -134,9 +135,10 @@ fn a_place_that_the_device_has_not_is_refused_before_its_first_page() {
     for size in [Bytes::mib(41), Bytes::mib(65), Bytes::gib(2)] {
         let created = device.calls(Call::Create);
         let (time, refused) = fastest(|| step.alloc(size));
-        let Err(Error::OutOfMemory { free, held, .. }) = refused else {
+        let Err(Error::OutOfMemory(short)) = refused else {
             panic!("{size}: {refused:?}");
         };
+        let (free, held) = (short.free, short.held);
         assert_eq!((free, held), (Bytes::mib(40), Bytes::mib(24)));
         assert_eq!(device.calls(Call::Create), created, "{size}");
         if size > Bytes::mib(64) {
@@ -163,8 +165,8 @@ fn a_request_larger_than_the_budget_is_refused_before_it_is_planned() {
     for size in [Bytes::mib(65), Bytes::gib(200), Bytes(u64::MAX)] {
         let (time, refused) = fastest(|| step.alloc(size));
         let is_typed = matches!(
-            refused,
-            Err(Error::OverBudget { budget, free, .. }) if budget == Bytes::mib(64) && free == budget
+            &refused,
+            Err(Error::OverBudget(short)) if short.limit == Bytes::mib(64) && short.free == short.limit
         );
         assert!(is_typed, "{refused:?}");
         assert!(time < FAST, "{size} took {time:?}");
@@ -233,9 +235,10 @@ fn weights_larger_than_the_machine_stream_and_commit_nothing() {
     let pinned = weights.pin(Bytes::ZERO, size, Stamp::NEVER);
     assert!(matches!(pinned, Ok(Pin::Stream)), "{pinned:?}");
     let beyond = weights.pin_beyond(Bytes::ZERO, size, Stamp::NEVER);
-    let Err(Error::WeightBudget { needed, limit }) = beyond else {
+    let Err(Error::WeightBudget(short)) = beyond else {
         panic!("{beyond:?}");
     };
+    let (needed, limit) = (short.needed, short.limit.min(short.whole));
     assert!(needed == size && limit < size, "{needed} of {limit}");
     assert_eq!(device.calls(Call::Create), 0);
     let few = weights.pin(Bytes::ZERO, Bytes::mib(4), Stamp::NEVER);
@@ -350,7 +353,7 @@ fn in_a_process_with_files_of_four_mib() {
     for size in [Bytes::mib(4), Bytes::gib(1)] {
         let refused = step.alloc(size);
         let is_typed =
-            matches!(refused, Err(Error::OutOfMemory { free, .. }) if free == Bytes::mib(3));
+            matches!(&refused, Err(Error::OutOfMemory(short)) if short.free == Bytes::mib(3));
         assert!(is_typed, "{refused:?}");
     }
     let three = here(step.alloc(Bytes::mib(3)));

@@ -47,6 +47,9 @@ const MANY: u64 = 64;
 /// `create` synchronises and asks the driver's own pool for what it keeps unused before it says that
 /// there is no memory left.
 ///
+/// The driver serves no forked child of a process that has used it: there every call is refused
+/// ([`Forked`](DeviceError::Forked)), and dropping the device does nothing.
+///
 /// # Panics
 /// In debug builds, dropping it panics when something is still reserved or created, unless the thread
 /// panics already.
@@ -484,7 +487,9 @@ impl Drop for Cuda {
             }
         }
         debug_assert!(
-            std::thread::panicking() || (books.ranges.is_empty() && books.pages.is_empty()),
+            self.gpu.is_inherited()
+                || std::thread::panicking()
+                || (books.ranges.is_empty() && books.pages.is_empty()),
             "{} ranges and {} pages were given back before their device was dropped",
             books.ranges.len(),
             books.pages.len(),

@@ -17,21 +17,29 @@
 //! - an address of a range is always mapped to something, so no other `mmap` can take it;
 //! - the lock is held across the system calls but never while calling what could call back: no
 //!   upstream, no log. The books are B-trees, whose nodes are a few hundred bytes: an allocator that
-//!   serves *large* buffers from this device is not entered from here.
+//!   serves *large* buffers from this device is not entered from here;
+//! - it is held in a [`Section`](super::fork::Section) only, so that a fork waits for it. A child has the places as
+//!   its own copies ([`inherit`]), and what would change anything of its parent's is refused there.
 //!
 //! May import: `device`, `units`.
 
 mod cgroup;
+mod inherit;
 mod limits;
+pub(super) mod mark;
 mod os;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
+use self::inherit::Locked;
+pub(super) use self::inherit::own_what_was_inherited;
 use self::limits::Limits;
 pub(crate) use self::limits::allows as heap_allows;
+pub(super) use self::mark::at_fork;
 use self::os::{Errno, PageFile, Range, Spare};
+use super::fork::{Process, Section};
 use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
 use crate::units::{Address, Bytes};
 
@@ -39,7 +47,13 @@ use crate::units::{Address, Bytes};
 ///
 /// An address of it is an address of this process. Memory that is mapped but not yet
 /// [allowed](Device::allow) has no access rights, so that touching it is a `SIGSEGV` and a forgotten
-/// `allow` is found. A child made by `fork` does not inherit mapped places (`MADV_DONTFORK`).
+/// `allow` is found.
+///
+/// A child made by fork(2) may read and write what is allowed at the fork, and what it writes is its own. It is no
+/// snapshot: a page that the child has not written to shows what the parent writes there later. Calls that would
+/// change what is reserved, created or mapped are refused ([`Forked`](DeviceError::Forked)), and dropping
+/// the device in a child does nothing. A child of a clone(2) that runs no handlers of pthread_atfork(3) shares the
+/// memory with its parent: it must not write there.
 ///
 /// A page is backed when it is created, so that want of memory is an error there and not a `SIGBUS`
 /// later. The kernel refuses nothing where memory is short: it ends processes. So a page is refused before, as
@@ -91,8 +105,10 @@ use crate::units::{Address, Bytes};
 pub struct Host {
     /// A power of two and a multiple of the operating system's page.
     granule: Bytes,
-    file: PageFile,
-    books: Mutex<Books>,
+    /// Who made it.
+    process: Process,
+    file: Arc<PageFile>,
+    books: Arc<Mutex<Books>>,
 }
 
 /// Who is where.
@@ -117,6 +133,8 @@ struct Books {
     /// that and the next `unmap` that leaves room for it.
     spare: Option<Spare>,
     limits: Limits,
+    /// Whether these are a forked child's, and what is mapped its own.
+    is_own_copy: bool,
 }
 
 /// A granule of a range with a page under it.
@@ -169,6 +187,7 @@ impl Host {
             let reason = "the granule is a power of two and a multiple of the system's page";
             return Err(invalid(Call::Create, reason));
         }
+        let process = Process::this();
         let file = PageFile::new().map_err(driver(Call::Create))?;
         let spare = Spare::new().map_err(driver(Call::Create))?;
         let books = Books {
@@ -182,11 +201,15 @@ impl Host {
             next_fence: 0,
             spare: Some(spare),
             limits: Limits::new(),
+            is_own_copy: false,
         };
+        let (file, books) = (Arc::new(file), Arc::new(Mutex::new(books)));
+        inherit::enter(granule, &file, &books);
         Ok(Self {
             granule,
+            process,
             file,
-            books: Mutex::new(books),
+            books,
         })
     }
 
@@ -210,9 +233,30 @@ impl Host {
         self.file.resident().map_err(driver(Call::Memory))
     }
 
-    fn books(&self) -> MutexGuard<'_, Books> {
-        // Books are changed after the last thing that can panic: a poisoned lock guards good ones.
-        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    fn books(&self) -> Locked<'_> {
+        Locked::new(&self.books)
+    }
+
+    /// The books, for a change of what is reserved, created or mapped: in a forked child that is the parent's.
+    fn books_to_change(&self, call: Call) -> Result<Locked<'_>, DeviceError> {
+        self.check_process(call)?;
+        Ok(self.books())
+    }
+
+    fn check_process(&self, call: Call) -> Result<(), DeviceError> {
+        if self.process.is_ancestor() {
+            return Err(DeviceError::Forked { call });
+        }
+        Ok(())
+    }
+
+    /// The books, after checking that bytes of `at .. at + size` may be written and are this process's to write.
+    fn writable(&self, call: Call, at: Address, size: Bytes) -> Result<Locked<'_>, DeviceError> {
+        let books = self.accessible(call, at, size)?;
+        if !books.is_own_copy {
+            self.check_process(call)?;
+        }
+        Ok(books)
     }
 
     /// Checks that `at .. at + size` is a non-empty row of granules.
@@ -230,12 +274,7 @@ impl Host {
 
     /// The books, after checking that every byte of `at .. at + size` may be accessed. The memory
     /// stays accessible, and no other call of this device touches it, while the guard lives.
-    fn accessible(
-        &self,
-        call: Call,
-        at: Address,
-        size: Bytes,
-    ) -> Result<MutexGuard<'_, Books>, DeviceError> {
+    fn accessible(&self, call: Call, at: Address, size: Bytes) -> Result<Locked<'_>, DeviceError> {
         let books = self.books();
         if size == Bytes::ZERO {
             return Ok(books);
@@ -320,6 +359,7 @@ unsafe impl Device for Host {
     }
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
+        self.check_process(Call::Reserve)?;
         self.check_granules(Call::Reserve, Address(0), size)?;
         limits::check_addresses(size)?;
         let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;
@@ -329,7 +369,7 @@ unsafe impl Device for Host {
     }
 
     fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError> {
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Unreserve)?;
         let range = books.ranges.get(&base).filter(|range| range.size() == size);
         let range = range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
         if books.mapped_count(base, size) > 0 {
@@ -344,7 +384,7 @@ unsafe impl Device for Host {
     }
 
     fn create(&self) -> Result<PageId, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Create)?;
         self.check_free(&mut books, self.granule)?;
         let piece = books
             .free_pieces
@@ -383,7 +423,7 @@ unsafe impl Device for Host {
     }
 
     fn release(&self, page: PageId) -> Result<(), DeviceError> {
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Release)?;
         let Page { piece, place_count } = *books
             .pages
             .get(&page)
@@ -402,7 +442,7 @@ unsafe impl Device for Host {
 
     fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError> {
         self.check_granules(Call::Map, at, self.granule)?;
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Map)?;
         let range = books.range(Call::Map, at, self.granule)?;
         if books.places.contains_key(&at) {
             return Err(invalid(Call::Map, "the place is mapped already"));
@@ -428,7 +468,7 @@ unsafe impl Device for Host {
 
     fn allow(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
         self.check_granules(Call::Allow, at, size)?;
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Allow)?;
         let range = books.range(Call::Allow, at, size)?;
         if books.mapped_count(at, size) != size.0 / self.granule.0 {
             return Err(invalid(Call::Allow, "every granule is mapped"));
@@ -458,7 +498,7 @@ unsafe impl Device for Host {
 
     fn unmap(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
         self.check_granules(Call::Unmap, at, size)?;
-        let mut books = self.books();
+        let mut books = self.books_to_change(Call::Unmap)?;
         let range = books.range(Call::Unmap, at, size)?;
         if books.mapped_count(at, size) != size.0 / self.granule.0 {
             return Err(invalid(Call::Unmap, "every granule is mapped"));
@@ -524,7 +564,7 @@ unsafe impl Device for Host {
     }
 
     fn write(&self, at: Address, bytes: &[u8]) -> Result<(), DeviceError> {
-        let _books = self.accessible(Call::Write, at, Bytes(bytes.len() as u64))?;
+        let _books = self.writable(Call::Write, at, Bytes(bytes.len() as u64))?;
         // SAFETY: the place is mapped and allowed, and the guard keeps other calls out. Whoever reads
         // it through a pointer at the same time answers for that race.
         unsafe { os::copy_in(at, bytes) }
@@ -540,7 +580,7 @@ unsafe impl Device for Host {
     }
 
     fn fill(&self, at: Address, size: Bytes, value: u8) -> Result<(), DeviceError> {
-        let _books = self.accessible(Call::Fill, at, size)?;
+        let _books = self.writable(Call::Fill, at, size)?;
         // SAFETY: the place is mapped and allowed, and the guard keeps other calls out. Whoever reads
         // it through a pointer at the same time answers for that race.
         unsafe { os::fill(at, size, value) }
@@ -553,6 +593,7 @@ impl fmt::Debug for Host {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = f.debug_struct("Host");
         shown.field("granule", &self.granule);
+        let _section = Section::begin();
         if let Ok(books) = self.books.try_lock() {
             shown
                 .field("range_count", &books.ranges.len())
@@ -565,7 +606,11 @@ impl fmt::Debug for Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
+        inherit::leave(&self.books);
+        if self.process.is_ancestor() {
+            return;
+        }
+        let books = self.books();
         for range in books.ranges.values() {
             // Fails only at the kernel's limit of mappings; the addresses then stay reserved.
             let _ = range.give_back();

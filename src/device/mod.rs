@@ -22,6 +22,7 @@
 pub mod adaptor;
 #[cfg(feature = "cuda")]
 mod cuda;
+pub(crate) mod fork;
 #[cfg(target_os = "linux")]
 mod host;
 mod memory;

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::handover::Handover;
 use super::{By, Engine};
+use crate::device::fork::Process;
 use crate::device::{Device, DeviceError, Fence, StreamId};
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -64,6 +65,8 @@ pub(crate) struct Shared {
     home: Mutex<Home>,
     /// The engine between steps, for its compiler and for others who are short of memory (`lending`).
     pub idle: Mutex<Option<Box<Engine>>>,
+    /// Who made it.
+    process: Process,
 }
 
 impl Shared {
@@ -75,7 +78,14 @@ impl Shared {
             idle: Mutex::new(None),
             home: Mutex::default(),
             handover: Handover::new(),
+            process: Process::this(),
         }
+    }
+
+    /// Whether this process is a forked child of the one that made it: then the rest is the parent's, and what locks
+    /// it has may be held for ever.
+    pub fn is_inherited(&self) -> bool {
+        self.process.is_ancestor()
     }
 
     /// The address of a unit of the range.

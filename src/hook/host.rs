@@ -24,6 +24,7 @@
 //!   the engine borrowed, and either sends the allocation on;
 //! - nothing here fails or unwinds (a panic inside ends the process): a strict break is served, a step
 //!   without memory passes on to the wrapped allocator, and the step returns the error at its end;
+//! - a forked child is served nothing by its parent's steps, and a buffer that it inherited is freed by doing nothing;
 //! - threads that a kernel uses (rayon's) have no step, so their scratch memory passes through. A step
 //!   that itself runs on a rayon worker may execute stolen jobs of others; run steps outside the pool.
 //!

@@ -12,7 +12,7 @@
 //! Invariant: while a vector is live, its range is in `RANGES`, so its addresses stay reserved: touching
 //! an evicted page is a `SIGSEGV` at an address of that range and never reads anything else.
 //!
-//! May import: `pager`, `current`, `bookkeeping`, `hook/host`, `units`, `error`.
+//! May import: `pager`, `current`, `bookkeeping`, `device/fork`, `hook/host`, `units`, `error`.
 
 use std::alloc::Layout;
 use std::cell::Cell;
@@ -21,6 +21,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::bookkeeping::Bookkeeping;
 use crate::current;
+use crate::device::fork::Section;
 use crate::error::Error;
 use crate::hook::host::is_installed;
 use crate::pager::WeightRange;
@@ -65,6 +66,9 @@ impl Open {
     fn place(&self, offset: Bytes, size: Bytes) -> Option<Address> {
         let range = &self.0.range;
         let end = offset.checked_add(size)?;
+        if range.is_inherited() {
+            return None;
+        }
         if end > range.size() || !offset.0.is_multiple_of(ALIGNMENT.0) {
             return None;
         }
@@ -90,10 +94,13 @@ impl VecRange {
     /// # Errors
     /// [`Error::HookMissing`] when the global allocator of this binary is not a
     /// [`ScopedAllocator`](super::host::ScopedAllocator); [`Error::Option`] for memory of another device
-    /// than the host.
+    /// than the host; [`Error::Forked`] for a range of this process's parent.
     pub fn new(range: WeightRange) -> Result<Self, Error> {
         if !is_installed() {
             return Err(Error::HookMissing);
+        }
+        if range.is_inherited() {
+            return Err(Error::Forked);
         }
         if !range.is_host_memory() {
             return Err(Error::Option {
@@ -110,8 +117,8 @@ impl VecRange {
         &self.0.0.range
     }
 
-    /// An empty vector with room for exactly `len` elements at `offset`; `None` when the bytes are not
-    /// in the range, not aligned to 512 bytes there, or fewer than
+    /// An empty vector with room for exactly `len` elements at `offset`; `None` in a forked child, when the bytes are
+    /// not in the range, not aligned to 512 bytes there, or fewer than
     /// [`SMALLEST_THRESHOLD`](super::host::SMALLEST_THRESHOLD).
     ///
     /// # Safety
@@ -151,9 +158,12 @@ impl SliceRange {
     ///
     /// # Errors
     /// [`Error::CudaHookMissing`] when the driver's calls do not reach the hook; [`Error::Option`] for memory of
-    /// the host.
+    /// the host; [`Error::Forked`] for a range of this process's parent.
     pub fn new(range: WeightRange) -> Result<Self, Error> {
         super::cuda::check()?;
+        if range.is_inherited() {
+            return Err(Error::Forked);
+        }
         if range.is_host_memory() {
             return Err(Error::Option {
                 option: "range",
@@ -170,7 +180,7 @@ impl SliceRange {
     }
 
     /// The address of a buffer at `offset`, for a value that frees it once; `None` when the bytes are not in
-    /// the range or not aligned to 512 bytes there.
+    /// the range or not aligned to 512 bytes there, and in a forked child.
     #[must_use]
     pub fn place(&self, offset: Bytes, size: Bytes) -> Option<Address> {
         self.0.place(offset, size)
@@ -178,7 +188,11 @@ impl SliceRange {
 }
 
 impl Placed {
+    /// In a forked child the list stays: addresses that it inherited are told from others by it.
     fn end_if_last(self: &Arc<Self>) {
+        if self.range.is_inherited() {
+            return;
+        }
         if self.closed.load(Ordering::SeqCst) && self.live.load(Ordering::SeqCst) == 0 {
             // Whoever finds it here takes it away, and its addresses with it.
             change(|ranges| {
@@ -198,6 +212,7 @@ impl Placed {
 
 fn change(change: impl FnOnce(&mut Vec<Arc<Placed>>)) {
     let _bookkeeping = Bookkeeping::begin();
+    let _section = Section::begin();
     CHANGING.set(true);
     change(&mut RANGES.write().unwrap_or_else(PoisonError::into_inner));
     CHANGING.set(false);
@@ -207,6 +222,7 @@ fn owner(address: Address) -> Option<Arc<Placed>> {
     if CHANGING.get() {
         return None;
     }
+    let _section = Section::begin();
     let ranges = RANGES.read().unwrap_or_else(PoisonError::into_inner);
     ranges
         .iter()

@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 
 use super::Part;
 use crate::bookkeeping::Bookkeeping;
-use crate::device::{Device, DeviceError, Fence, HostMemory, Moment, StreamId};
+use crate::device::fork::Process;
+use crate::device::{Call, Device, DeviceError, Fence, HostMemory, Moment, StreamId};
 use crate::units::Bytes;
 
 /// See the module's page. Marks and batches are numbered by the caller, ascending.
@@ -120,6 +121,7 @@ pub struct OnStream {
     waits: VecDeque<(Moment, Moment)>,
     waited: Duration,
     times: Option<Box<CopyTimes>>,
+    process: Process,
 }
 
 /// Times of copies that are being taken.
@@ -153,6 +155,7 @@ impl OnStream {
             waits: VecDeque::new(),
             waited: Duration::ZERO,
             times: None,
+            process: Process::this(),
         })
     }
 
@@ -295,6 +298,9 @@ impl Carrier for OnStream {
 
 impl Drop for OnStream {
     fn drop(&mut self) {
+        if self.process.is_ancestor() {
+            return;
+        }
         // A device keeps the moments that were not asked for.
         self.add_waits(0);
         let _ = self.copying();
@@ -380,6 +386,7 @@ pub struct OnThread {
     asked: u64,
     waited: Duration,
     thread: Option<JoinHandle<()>>,
+    process: Process,
 }
 
 impl OnThread {
@@ -416,10 +423,20 @@ impl OnThread {
             asked: 0,
             waited: Duration::ZERO,
             thread: Some(thread),
+            process: Process::this(),
         })
     }
 
+    /// A forked child has no thread that copies.
+    fn check_process(&self) -> Result<(), DeviceError> {
+        if self.process.is_ancestor() {
+            return Err(DeviceError::Forked { call: Call::Write });
+        }
+        Ok(())
+    }
+
     fn ask(&mut self, job: Job) -> Result<(), DeviceError> {
+        self.check_process()?;
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(job).is_ok());
         if sent == Some(true) {
             self.asked += 1;
@@ -427,12 +444,13 @@ impl OnThread {
         }
         // It ended: a copy panicked.
         Err(DeviceError::Invalid {
-            call: crate::device::Call::Write,
+            call: Call::Write,
             reason: "the thread that copies weights has ended",
         })
     }
 
     fn wait(&mut self, is_over: impl Fn(&Progress) -> bool) -> Result<(), DeviceError> {
+        self.check_process()?;
         let began = Instant::now();
         let _bookkeeping = Bookkeeping::begin();
         let (lock, changed) = &*self.progress;
@@ -505,6 +523,11 @@ impl Carrier for OnThread {
 
 impl Drop for OnThread {
     fn drop(&mut self) {
+        if self.process.is_ancestor() {
+            // A forked child has no such thread: it would wait for ever.
+            std::mem::forget((self.jobs.take(), self.thread.take()));
+            return;
+        }
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
             // A panic of it was told as an error already.

@@ -48,6 +48,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! In a forked child a pager of the parent and all that hangs on it refuse their work ([`Error::Forked`]), and
+//! their drops do nothing: evicted weights cannot come in there. What was resident at the fork may be read.
+//!
 //! May import: layers 0 and 3, `pages`, `budget`, `accounts`.
 
 mod ahead;
@@ -69,6 +72,7 @@ use self::books::Books;
 use crate::accounts::{Account, Owner};
 use crate::bookkeeping::Bookkeeping;
 use crate::budget::{Budget, Relief};
+use crate::device::fork::Process;
 use crate::device::{Device, heap_allows};
 use crate::error::Error;
 use crate::pages::Refused;
@@ -159,6 +163,8 @@ pub struct Pager(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
+    /// Who made it: in a forked child the lock may be held for ever.
+    process: Process,
     device: Arc<dyn Device>,
     budget: Budget,
     books: Mutex<Books>,
@@ -176,6 +182,14 @@ struct Locked<'p> {
 }
 
 impl Shared {
+    /// Comes before the lock wherever the program may call from.
+    fn check_process(&self) -> Result<(), Error> {
+        if self.process.is_ancestor() {
+            return Err(Error::Forked);
+        }
+        Ok(())
+    }
+
     fn lock(&self) -> Locked<'_> {
         Locked {
             _busy: Bookkeeping::begin(),
@@ -194,7 +208,7 @@ impl Relief for Shared {
 
 fn failed(refused: Refused) -> Error {
     match refused {
-        Refused::Device { call, source } => Error::Device { call, source },
+        Refused::Device { call, source } => Error::refused(call, source),
         // Whoever takes pages looks at this one, and says `None`: see `Books::bring`.
         Refused::Budget => Error::WeightBudget(Box::default()),
     }
@@ -231,6 +245,7 @@ impl Pager {
         let budget = Budget::new(budget);
         let shared = Arc::new(Shared {
             account: Account::open(&*device, &budget, Owner::Weights),
+            process: Process::this(),
             device,
             budget: budget.clone(),
             books: Mutex::new(Books::new(budget.part(weights))),
@@ -244,7 +259,8 @@ impl Pager {
     /// highest priority.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses, [`Error::Option`] for no bytes or too many.
+    /// [`Error::Device`] when the device refuses, [`Error::Option`] for no bytes or too many, [`Error::Forked`] in a
+    /// forked child.
     pub fn range(&self, size: Bytes) -> Result<WeightRange, Error> {
         self.add(size, None)
     }
@@ -258,6 +274,7 @@ impl Pager {
     }
 
     fn add(&self, size: Bytes, page_out: Option<PageOut>) -> Result<WeightRange, Error> {
+        self.0.check_process()?;
         let granule = self.0.device.granule();
         let page_count = u32::try_from(size.0.div_ceil(granule.0)).unwrap_or(0);
         if page_count == 0 {
@@ -288,9 +305,12 @@ impl Pager {
         })))
     }
 
-    /// The numbers of now.
+    /// The numbers of now; all zero in a forked child.
     #[must_use]
     pub fn stats(&self) -> PagerStats {
+        if self.0.check_process().is_err() {
+            return PagerStats::default();
+        }
         self.0.lock().books.stats()
     }
 
@@ -320,7 +340,9 @@ struct Reserved {
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.pager.lock().books.remove(self.id);
+        if self.pager.check_process().is_ok() {
+            self.pager.lock().books.remove(self.id);
+        }
     }
 }
 
@@ -374,6 +396,11 @@ impl WeightRange {
         self.0.pager.device.is_host_memory()
     }
 
+    /// Whether this process is a forked child of the one that made it.
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.0.pager.process.is_ancestor()
+    }
+
     fn granule(&self) -> Bytes {
         self.0.pager.device.granule()
     }
@@ -406,8 +433,8 @@ impl WeightRange {
     /// and evict the weights for it, while bytes that stream in cost nobody anything.
     ///
     /// # Errors
-    /// [`Error::Option`] for bytes outside the range, [`Error::Device`] when the device refuses: then
-    /// nothing is pinned, and all that was resident and not evicted still is.
+    /// [`Error::Option`] for bytes outside the range, [`Error::Forked`] in a forked child, [`Error::Device`] when the
+    /// device refuses: then nothing is pinned, and all that was resident and not evicted still is.
     pub fn pin(&self, offset: Bytes, size: Bytes, since: Stamp) -> Result<Pin, Error> {
         Ok(match self.pin_pages(offset, size, since, false)? {
             Some(pinned) => Pin::Resident(pinned),
@@ -450,6 +477,7 @@ impl WeightRange {
         beyond: bool,
     ) -> Result<Option<Pinned>, Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.0.pager.check_process()?;
         let pages = self.pages(offset, size)?;
         let brought = self
             .0
@@ -480,14 +508,18 @@ impl WeightRange {
 
     /// Makes this range the last one to give memory up, and lets all of it come back.
     pub fn prioritise(&self) {
-        self.0.pager.lock().books.prioritise(self.0.id);
+        if self.0.pager.check_process().is_ok() {
+            self.0.pager.lock().books.prioritise(self.0.id);
+        }
     }
 
     /// Evicts what is unpinned; returns the bytes that the device got back.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device cannot be waited for; then nothing was evicted.
+    /// [`Error::Device`] when the device cannot be waited for, [`Error::Forked`] in a forked child; then nothing was
+    /// evicted.
     pub fn evict(&self) -> Result<Bytes, Error> {
+        self.0.pager.check_process()?;
         let given = self.0.pager.lock().books.empty(self.0.id).map_err(failed)?;
         Ok(Bytes(given * self.granule().0))
     }
@@ -495,8 +527,9 @@ impl WeightRange {
     /// What is in memory of the pages under `offset .. offset + size`.
     ///
     /// # Errors
-    /// [`Error::Option`] for bytes outside the range.
+    /// [`Error::Option`] for bytes outside the range, [`Error::Forked`] in a forked child.
     pub fn residency(&self, offset: Bytes, size: Bytes) -> Result<Residency, Error> {
+        self.0.pager.check_process()?;
         let pages = self.pages(offset, size)?;
         Ok(self.0.pager.lock().books.residency(self.0.id, &pages))
     }
@@ -522,6 +555,9 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let reserved = &self.range.0;
+        if reserved.pager.check_process().is_err() {
+            return;
+        }
         reserved.pager.lock().books.unpin(reserved.id, &self.pages);
     }
 }

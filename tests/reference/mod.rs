@@ -9,6 +9,7 @@
 
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod child;
 pub mod devices;
 pub mod faulty;
 pub mod many;

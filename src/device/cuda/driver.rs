@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult};
 
+use super::super::fork::Process;
 use super::super::{Call, DeviceError, MemoryInfo, StreamId};
 use crate::units::{Address, Bytes};
 
@@ -31,6 +32,8 @@ pub(super) struct Event(usize);
 pub(super) struct Gpu {
     device: sys::CUdevice,
     context: usize,
+    /// Who retained it: the driver serves no forked child.
+    process: Process,
 }
 
 /// Memory of the host that stays where it is, so that the GPU reads it without the CPU's help.
@@ -198,7 +201,13 @@ impl Gpu {
         Ok(Self {
             device,
             context: context.expose_provenance(),
+            process: Process::this(),
         })
+    }
+
+    /// Whether this process is a forked child of the one whose driver it is.
+    pub fn is_inherited(&self) -> bool {
+        self.process.is_ancestor()
     }
 
     /// The primary context, as a number to compare.
@@ -208,6 +217,9 @@ impl Gpu {
 
     /// Makes the primary context current.
     pub fn enter(&self, call: Call) -> Result<Current, DeviceError> {
+        if self.is_inherited() {
+            return Err(DeviceError::Forked { call });
+        }
         let mut current = ptr::null_mut();
         // SAFETY: `current` is writable.
         check(call, unsafe { sys::cuCtxGetCurrent(&raw mut current) })?;
@@ -522,6 +534,9 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if self.is_inherited() {
+            return;
+        }
         // SAFETY: retained once in `new`. At the end of a process the driver may be gone and refuse.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

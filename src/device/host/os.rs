@@ -25,7 +25,7 @@ use crate::units::{Address, Bytes};
 pub(super) type Errno = i32;
 
 /// The value that the last failed system call of this thread left.
-fn last_errno() -> Errno {
+pub(super) fn last_errno() -> Errno {
     io::Error::last_os_error().raw_os_error().unwrap_or(0)
 }
 
@@ -219,7 +219,7 @@ impl Range {
         end.is_some_and(|end| end <= self.size)
     }
 
-    /// Puts `size` bytes of `file` at `at`, without access, and not inherited by a fork.
+    /// Puts `size` bytes of `file` at `at`, without access.
     ///
     /// # Panics
     /// When the place is not inside this range, as all methods here do.
@@ -248,8 +248,7 @@ impl Range {
         let done = if place == libc::MAP_FAILED {
             Err(last_errno())
         } else {
-            // SAFETY: the mapping was made just now; DONTFORK changes what a child inherits only.
-            checked(unsafe { libc::madvise(place, size.0 as usize, libc::MADV_DONTFORK) })
+            Ok(())
         };
         if done.is_err() {
             // A failed MAP_FIXED may leave a hole (mmap(2), on overlapping ranges): close it. If
@@ -325,6 +324,32 @@ impl Drop for Spare {
         // SAFETY: the page was mapped by `new`, for this value alone. A whole mapping cannot fail to go.
         let _ = unsafe { libc::munmap(pointer(self.0), page_size().0 as usize) };
     }
+}
+
+/// Maps `size` bytes of `file` anew at `at` so that they are read as they are and written to by this process alone;
+/// where that fails, so that they are only read.
+///
+/// # Safety
+/// - `at .. at + size` is one or more whole places that a [`Range`] of this process, or of the one that it was forked
+///   from, has mapped there from these bytes of `file`, readable and writable;
+/// - no other thread runs.
+pub(super) unsafe fn make_private(
+    file: &PageFile,
+    at: Address,
+    size: Bytes,
+    offset: Bytes,
+) -> Result<(), Errno> {
+    let offset = libc::off_t::try_from(offset.0).map_err(|_| libc::EOVERFLOW)?;
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let (place, size) = (pointer(at), size.0 as usize);
+    // SAFETY: MAP_FIXED replaces what the caller says is there, by the same bytes.
+    let new = unsafe { libc::mmap(place, size, access, flags, file.0.as_raw_fd(), offset) };
+    if new != libc::MAP_FAILED {
+        return Ok(());
+    }
+    // SAFETY: the caller says that these are places; a write then faults, which is what is wanted.
+    checked(unsafe { libc::mprotect(place, size, libc::PROT_READ) })
 }
 
 /// Copies `bytes` to `at`.

@@ -234,9 +234,11 @@ impl Ahead {
     /// # Errors
     /// [`Error::WeightBudget`] when there is not enough memory for it beside the groups that are entered,
     /// whatever else goes; [`Error::Device`] when the device refuses, or a copy that was made ahead failed, of whichever
-    /// group; [`Error::Option`] for a group of another `Ahead`. Then it is not entered.
+    /// group; [`Error::Option`] for a group of another `Ahead`; [`Error::Forked`] in a forked child. Then it is not
+    /// entered.
     pub fn enter(&mut self, group: Group) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
+        self.range.0.pager.check_process()?;
         if group.of != self.id {
             return Err(Error::Option {
                 option: "group",
@@ -294,7 +296,7 @@ impl Ahead {
     /// for one that is not entered.
     pub fn leave(&mut self, group: Group) {
         let _bookkeeping = Bookkeeping::begin();
-        if group.of != self.id {
+        if group.of != self.id || self.range.is_inherited() {
             return;
         }
         let group = self.whole(group);
@@ -450,6 +452,9 @@ impl Ahead {
 impl Drop for Ahead {
     fn drop(&mut self) {
         let _bookkeeping = Bookkeeping::begin();
+        if self.range.is_inherited() {
+            return;
+        }
         // Nothing may be copied into pages that are given back.
         if let Err(error) = self.settle() {
             tracing::warn!(%error, "copies of weights were not waited for");
