@@ -256,7 +256,7 @@ pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
 ///
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
-/// and no buffer is live there, or one that a value owns which the CPU hook served.
+/// and no buffer is live there, or one that a value owns which a hook served, on the CPU or a GPU.
 pub fn free(address: Address) -> Result<(), Error> {
     free_here(address, By::Program).unwrap_or_else(|| free_elsewhere(address, None, By::Program))
 }
@@ -266,16 +266,16 @@ pub fn free(address: Address) -> Result<(), Error> {
 /// # Errors
 /// As [`free`], and [`Error::Device`] when the device refuses a fence (the buffer then stays live).
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
-    if free_replayed(stream, address) {
+    if free_replayed(stream, address, By::Program) {
         return Ok(());
     }
-    free_on_any(stream, address)
+    free_on_any(stream, address, By::Program)
 }
 
 /// What [`free_on`] does for a buffer of the innermost step of this thread and its stream; else nothing
 /// has happened.
 #[inline]
-pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
+pub(crate) fn free_replayed(stream: StreamId, address: Address, by: By) -> bool {
     ACTIVE.with(|active| {
         let Ok(mut active) = active.try_borrow_mut() else {
             return false;
@@ -283,13 +283,14 @@ pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
         active.last_mut().is_some_and(|engine| {
             engine.stream == stream
                 && engine.shared.contains(address)
-                && engine.free_live(address, By::Program)
+                && engine.free_live(address, by)
         })
     })
 }
 
+/// The same for any other buffer.
 #[cold]
-fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
+pub(crate) fn free_on_any(stream: StreamId, address: Address, by: By) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active
@@ -312,12 +313,12 @@ fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
                 return Some(Err(error));
             }
         }
-        Some(engine.free(address, By::Program))
+        Some(engine.free(address, by))
     });
-    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), By::Program))
+    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), by))
 }
 
-/// The same for a caller that names no stream: a GPU without stream-ordered allocation is waited for, as
+/// The same for the GPU hook's caller that names no stream: a GPU without stream-ordered allocation is waited for, as
 /// its driver would; elsewhere the caller has waited.
 #[cfg(feature = "cuda")]
 pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
@@ -333,7 +334,7 @@ pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
         })?;
     }
     drop(shared);
-    free(address)
+    free_here(address, By::Hook).unwrap_or_else(|| free_elsewhere(address, None, By::Hook))
 }
 
 fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {

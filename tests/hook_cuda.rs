@@ -17,7 +17,10 @@ use memory_compiler::device::{
     Call, Device, DeviceError, Fence, GpuIdentity, Host, MemoryInfo, PageId, StreamId,
 };
 use memory_compiler::hook::cuda::{alloc, alloc_async, check, counts, free, free_async};
-use memory_compiler::{Address, Bytes, Compiler, Error, Options, pause, strict_scope};
+use memory_compiler::{
+    Address, BadFree, Bytes, Compiler, Error, Options, free as program_free,
+    free_on as program_free_on, pause, strict_scope,
+};
 
 memory_compiler::interpose_cuda!();
 
@@ -302,6 +305,69 @@ fn bad_frees_are_refused_and_change_nothing() {
     let report = step.finish().unwrap();
     assert_eq!(report.events, 2);
     assert_eq!(compiler.stats().bad_frees, 2);
+}
+
+/// What the hook served is a framework's tensor: an address alone, which safe code can have from anywhere, does
+/// not free it, whoever asks and whether it was recorded or replayed; the driver's calls do.
+#[test]
+fn safe_code_cannot_free_what_the_hook_served() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let hooked = |address| {
+        Err(Error::BadFree {
+            address,
+            reason: BadFree::Hooked,
+        })
+    };
+    let mut bad = 0;
+    for round in 0..3 {
+        let step = compiler.begin("step").unwrap();
+        let (a, b, c) = (take(PAGE), take(2 * PAGE), take(PAGE));
+        device.write(a, b"mine").unwrap();
+        assert_eq!(step.free(a), hooked(a), "round {round}");
+        assert_eq!(program_free(a), hooked(a));
+        for number in [STREAM, OTHER] {
+            assert_eq!(step.free_on(StreamId(number), a), hooked(a));
+            assert_eq!(program_free_on(StreamId(number), a), hooked(a));
+        }
+        bad += 6;
+        // Elsewhere nobody waits for the answer.
+        thread::scope(|scope| {
+            let elsewhere = scope.spawn(|| (program_free(a), program_free_on(StreamId(OTHER), a)));
+            assert_eq!(elsewhere.join().unwrap(), (Ok(()), Ok(())));
+        });
+        bad += 2;
+        let next = take(PAGE);
+        assert_ne!(next, a, "it is live");
+        let stats = step.stats();
+        assert_eq!((stats.live, stats.bad_frees), (Bytes(5 * PAGE), bad));
+        give(next);
+        // Each way in which a framework frees.
+        assert_eq!(give_on(OTHER, b), 0);
+        thread::scope(|scope| {
+            assert_eq!(scope.spawn(|| give_on(STREAM, c)).join().unwrap(), 0);
+        });
+        assert_eq!(step.stats().live, Bytes(PAGE));
+        step.finish().unwrap();
+        assert_eq!(program_free(a), Ok(()), "the owner looks later");
+        bad += 1;
+        assert_eq!(compiler.stats().live, Bytes(PAGE));
+        let mut bytes = [0; 4];
+        device.read(a, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"mine");
+        // SAFETY: the step made it.
+        assert_eq!(unsafe { free(a.0) }, 0);
+        let stats = compiler.stats();
+        assert_eq!((stats.live, stats.bad_frees), (Bytes::ZERO, bad));
+    }
+    let step = compiler.begin("step").unwrap();
+    let left = take(PAGE);
+    step.finish().unwrap();
+    drop(compiler);
+    assert_eq!(program_free(left), Ok(()));
+    assert!(!device.upstream.is_empty(), "it outlives its compiler");
+    give(left);
+    assert!(device.upstream.is_empty());
 }
 
 #[test]

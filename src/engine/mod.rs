@@ -86,7 +86,7 @@ pub(crate) enum OnError {
 pub(crate) enum By {
     /// The program, by an address that it may have from anywhere: not what a value still owns.
     Program,
-    /// The CPU hook: the value that owned the block is gone.
+    /// A hook: the value that owned the block is gone, or the framework calls the driver's free.
     Hook,
 }
 
@@ -291,7 +291,7 @@ impl Engine {
         self.tapes.cursor += 1;
         self.hash ^= entry.mix;
         self.table
-            .set(entry.slot, entry.live(), on_error == OnError::Postpone);
+            .set(entry.slot, entry.live(), on_error != OnError::Fail);
         self.scopes.go_on(entry.len);
         self.own_count += 1;
         self.live += wide;
@@ -350,8 +350,7 @@ impl Engine {
         Err(Error::BadFree { address, reason })
     }
 
-    /// Ends the buffer that starts at an address of the range, unless there is none or only the CPU hook
-    /// may.
+    /// Ends the buffer that starts at an address of the range, unless there is none or only a hook may.
     #[inline]
     fn end_live(&mut self, address: Address, by: By) -> bool {
         let offset = address.0 - self.shared.base.0;

@@ -36,7 +36,8 @@ impl Engine {
                 reserved: self.arena.reserved(),
             }),
         };
-        if on_error == OnError::Postpone
+        // Only hooks ask for another thing than the error.
+        if on_error != OnError::Fail
             && let Ok(Allocation::Here(address)) = result
             && let Some(slot) = self.table.find(self.shared.unit(address))
         {

@@ -30,6 +30,8 @@
 //!   still use the memory: a fence is recorded there and waited for before reuse;
 //! - a strict break is served, and the step returns the error at its end. A call fails only when there
 //!   is no memory: over the budget at once, else when the driver has none either;
+//! - what was served here is freed here: [`free`](crate::free) and its like are safe code, and refuse a buffer
+//!   that a framework's tensor may own;
 //! - zero bytes, and null pointers, get the driver's answer.
 //!
 //! The calls for streams that are per-thread by default (`…_ptsz`) are not taken over: cudarc makes
@@ -42,7 +44,7 @@
 //! end. A step that is replayed makes no call that a capture forbids; pin the layout
 //! ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) for as long as the graph is launched.
 //!
-//! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
+//! May import: `bookkeeping`, `compiler`, `current`, `device`, `engine` for who frees, `error`, `options`, `units`.
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -56,6 +58,7 @@ use crate::bookkeeping::Bookkeeping;
 use crate::compiler::Compiler;
 use crate::current;
 use crate::device::{Call, Cuda, DeviceError, StreamId};
+use crate::engine::By;
 use crate::error::{BadFree, Error};
 use crate::options::Options;
 use crate::units::{Address, Bytes};
@@ -419,10 +422,10 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
     }
     let (address, on) = (Address(at), StreamId(stream.addr() as u64));
     if current::may_own(address) {
-        if current::free_replayed(on, address) {
+        if current::free_replayed(on, address, By::Hook) {
             return SUCCESS;
         }
-        let freed = code_of(current::free_on(on, address));
+        let freed = code_of(current::free_on_any(on, address, By::Hook));
         if let Some(code) = freed.or_else(|| weight_freed(address)) {
             return code;
         }
