@@ -140,12 +140,12 @@ impl Compiler {
     /// A step that is dropped without [`Step::finish`] aborts.
     ///
     /// # Errors
-    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
+    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread; [`Error::Device`] when the
+    /// last step ran on another thread and its work on a GPU cannot be waited for.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        self.engine().ok_or(Error::StepActive)?;
-        let mut engine = self.engine.take().expect("seen above");
-        engine.begin(name);
+        self.engine().ok_or(Error::StepActive)?.begin(name)?;
+        let engine = self.engine.take().expect("seen above");
         let serial = engine.serial;
         self.serial = serial;
         current::install(engine);

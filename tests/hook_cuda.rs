@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::thread;
 
-use memory_compiler::device::adaptor::{Counting, Limiting, Streams};
+use memory_compiler::device::adaptor::{Counting, Failing, Limiting, Repeat, Streams};
 use memory_compiler::device::{
     Call, Device, DeviceError, Fence, GpuIdentity, Host, MemoryInfo, PageId, StreamId,
 };
@@ -70,7 +70,7 @@ unsafe impl<D: Device> Device for Pretending<D> {
     }
 }
 
-type Fake = Pretending<Counting<Streams<Limiting<Host>>>>;
+type Fake = Pretending<Counting<Streams<Failing<Limiting<Host>>>>>;
 
 const PAGE: u64 = 4096;
 /// The handles of the default streams: the driver knows them in any state, and refuses without a context,
@@ -80,7 +80,7 @@ const OTHER: u64 = 2;
 
 fn fake(limit: u64, has_pools: bool) -> Arc<Fake> {
     let host = Limiting::new(Host::new(Bytes(PAGE)).unwrap(), Bytes(limit));
-    let upstream = Counting::new(Streams::new(host));
+    let upstream = Counting::new(Streams::new(Failing::new(host)));
     Arc::new(Pretending {
         upstream,
         has_pools,
@@ -291,6 +291,32 @@ fn a_step_on_another_thread_begins_behind_all_earlier_work() {
         });
     });
     assert_eq!(waits(), 1);
+}
+
+#[test]
+fn a_step_does_not_begin_on_another_thread_while_earlier_work_cannot_be_waited_for() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let step = compiler.begin("step").unwrap();
+    give(take(PAGE));
+    step.finish().unwrap();
+    let failing = device.upstream.upstream().upstream();
+    let error = DeviceError::Driver {
+        call: Call::Synchronise,
+        code: 700,
+    };
+    failing.fail_call_at(Call::Synchronise, 0, error, Repeat::Once);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let refused = compiler.begin("step").map(drop).unwrap_err();
+            assert!(matches!(refused, Error::Device { .. }), "{refused}");
+            assert!(take_on(STREAM, PAGE).is_err(), "no step is active");
+            // The next one waits again.
+            let step = compiler.begin("step").unwrap();
+            give(take(PAGE));
+            assert_eq!(step.finish().unwrap().recorded, 0);
+        });
+    });
 }
 
 #[test]

@@ -46,7 +46,7 @@ pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Fence, GpuIdentity, StreamId};
+use crate::device::{Call, Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -426,22 +426,25 @@ impl Engine {
         self.gpu.is_some() && self.home_thread != this_thread()
     }
 
-    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
-    fn move_home(&mut self) {
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work. Where that cannot
+    /// be waited for, the engine stays where it is: the step may not use places that the work still uses.
+    fn move_home(&mut self) -> Result<(), Error> {
         if self.home_thread == this_thread() {
-            return;
+            return Ok(());
         }
-        if self.home_thread != 0
-            && self.is_abroad()
-            && let Err(error) = self.arena.device().synchronise()
-        {
-            tracing::warn!(%error, "waiting for the device failed");
+        if self.home_thread != 0 && self.is_abroad() {
+            let waited = self.arena.device().synchronise();
+            waited.map_err(|source| Error::Device {
+                call: Call::Synchronise,
+                source,
+            })?;
         }
         self.home_thread = this_thread();
         self.shared.set_home(Home {
             thread: self.home_thread,
             stream: self.stream,
         });
+        Ok(())
     }
 
     /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.

@@ -24,10 +24,10 @@ const RECLAIM_EVERY: u64 = 1_000;
 static SERIAL: AtomicU64 = AtomicU64::new(1);
 
 impl Engine {
-    /// Begins a step; none is active.
-    pub fn begin(&mut self, name: &str) {
+    /// Begins a step; none is active. A refusal changes nothing.
+    pub fn begin(&mut self, name: &str) -> Result<(), Error> {
         debug_assert!(self.active.is_none());
-        self.move_home();
+        self.move_home()?;
         self.drain();
         self.end_young();
         self.settle_survivors(true);
@@ -53,6 +53,7 @@ impl Engine {
             calls_before: self.arena.calls(),
             error: None,
         });
+        Ok(())
     }
 
     /// What was made in the survivors' space in the last step is of an earlier one now.
