@@ -205,6 +205,17 @@ pub(crate) fn alloc_gpu(
     })
 }
 
+/// A stream is about to be destroyed: compilers that serve it wait for its work. Its handle may come back.
+#[cfg(feature = "cuda")]
+pub(crate) fn leave_stream(stream: StreamId) {
+    let _bookkeeping = Bookkeeping::begin();
+    let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
+    let all: Vec<Arc<Shared>> = registry.clone();
+    // Waiting may take a while.
+    drop(registry);
+    all.iter().for_each(|shared| shared.leave_stream(stream));
+}
+
 /// Lets an active step of this thread return an error at its end.
 #[cfg(feature = "cuda")]
 pub(crate) fn fail_step(serial: u64, error: Error) {
@@ -298,12 +309,12 @@ pub(crate) fn free_on_any(stream: StreamId, address: Address, by: By) -> Result<
             .rev()
             .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
-            if engine.shared.device.is_capturing(engine.stream) {
+            if engine.is_captured() {
                 // It waits for the end of the capture, as those of other threads do.
                 return None;
             }
             let ordered = order(&engine.shared, stream).and_then(|fence| {
-                let waited = engine.shared.device.wait(engine.stream, fence);
+                let waited = engine.wait_for(fence);
                 waited.map_err(|source| Error::Device {
                     call: Call::Wait,
                     source,

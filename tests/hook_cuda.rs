@@ -16,7 +16,9 @@ use memory_compiler::device::adaptor::{Counting, Failing, Limiting, Repeat, Stre
 use memory_compiler::device::{
     Call, Device, DeviceError, Fence, GpuIdentity, Host, MemoryInfo, PageId, StreamId,
 };
-use memory_compiler::hook::cuda::{alloc, alloc_async, check, counts, free, free_async};
+use memory_compiler::hook::cuda::{
+    alloc, alloc_async, check, counts, destroy_stream, free, free_async, streams_destroyed,
+};
 use memory_compiler::{
     Address, BadFree, Bytes, Compiler, Error, Options, free as program_free,
     free_on as program_free_on, pause, strict_scope,
@@ -317,6 +319,61 @@ fn a_step_does_not_begin_on_another_thread_while_earlier_work_cannot_be_waited_f
             assert_eq!(step.finish().unwrap().recorded, 0);
         });
     });
+}
+
+/// The driver destroys a stream at once and its work goes on; the next stream may get the handle. What was freed in
+/// the order of the old one is used in the order of the new one: so the old one's work is waited for.
+#[test]
+fn a_stream_that_gets_the_handle_of_a_destroyed_one_begins_behind_its_work() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let streams = device.upstream.upstream();
+    let waits = || device.upstream.calls(Call::Synchronise);
+    let destroy = |number| {
+        // SAFETY: a default stream, which the driver does not destroy.
+        let code = unsafe { destroy_stream(stream(number)) };
+        assert_ne!(code, 0);
+    };
+    let step = compiler.begin("step").unwrap();
+    let at = take(PAGE);
+    device.write(at, b"old").unwrap();
+    let read = streams.enqueue_read(StreamId(STREAM), at, Bytes(3));
+    give(at);
+    let (waited, destroyed) = (waits(), streams_destroyed());
+    destroy(OTHER);
+    assert_eq!(waits(), waited, "nobody serves it");
+    assert_eq!(streams.saw(read), None);
+    destroy(STREAM);
+    assert_eq!(
+        streams.saw(read),
+        Some(Ok(b"old".to_vec())),
+        "its work is done"
+    );
+    assert!(streams_destroyed() >= destroyed + 2);
+    assert_eq!(take(PAGE), at, "served as the stream of that handle");
+    // Whether the handle names a stream at all is not known: it waits for nothing.
+    let (waited, fences) = (waits(), device.upstream.calls(Call::Fence));
+    let read = streams.enqueue_read(StreamId(OTHER), at, Bytes(3));
+    thread::scope(|scope| {
+        assert_eq!(scope.spawn(|| give_on(OTHER, at)).join().unwrap(), 0);
+    });
+    assert_eq!(take(PAGE), at);
+    assert!(streams.saw(read).is_some(), "the device was waited for");
+    assert!(waits() > waited);
+    assert_eq!(device.upstream.calls(Call::Fence), fences + 1);
+    step.use_stream(StreamId(OTHER)).unwrap();
+    assert_eq!(
+        device.upstream.calls(Call::Fence),
+        fences + 1,
+        "no fence of a stream that is gone"
+    );
+    // The one that is named lives.
+    step.use_stream(StreamId(STREAM)).unwrap();
+    assert_eq!(device.upstream.calls(Call::Fence), fences + 2);
+    give(at);
+    step.finish().unwrap();
+    drop(compiler);
+    assert!(device.upstream.is_empty());
 }
 
 #[test]

@@ -46,7 +46,7 @@ pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Call, Fence, GpuIdentity, StreamId};
+use crate::device::{Call, DeviceError, Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -408,10 +408,9 @@ impl Engine {
     #[cold]
     pub fn drain(&mut self) {
         for freed in self.shared.handover.take() {
-            let is_captured = || self.arena.device().is_capturing(self.stream);
             if freed
                 .fence
-                .is_some_and(|fence| is_captured() || !self.is_behind(fence))
+                .is_some_and(|fence| self.is_captured() || !self.is_behind(fence))
             {
                 self.shared.handover.push(freed);
                 continue;
@@ -450,7 +449,7 @@ impl Engine {
     /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
     fn is_behind(&self, fence: Fence) -> bool {
         let device = self.arena.device();
-        match device.wait(self.stream, fence) {
+        match self.wait_for(fence) {
             Ok(()) if !self.is_abroad() => return true,
             Ok(()) => {}
             Err(error) => {
@@ -460,12 +459,29 @@ impl Engine {
         device.synchronise().is_ok()
     }
 
+    /// Whether the steps' stream is being captured into a graph.
+    pub fn is_captured(&self) -> bool {
+        !self.shared.is_stream_gone() && self.arena.device().is_capturing(self.stream)
+    }
+
+    /// Has the steps' stream wait for a fence; where it was destroyed, this thread waits for the device instead, which
+    /// is behind the fence too.
+    pub fn wait_for(&self, fence: Fence) -> Result<(), DeviceError> {
+        let device = self.arena.device();
+        if !self.shared.is_stream_gone() {
+            return device.wait(self.stream, fence);
+        }
+        device.synchronise()?;
+        // On a stream that is always there: nothing is left to wait for, and the fence is forgotten.
+        device.wait(StreamId::default(), fence)
+    }
+
     /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
     /// device is waited for before its memory goes: so a fence that cannot be waited for is no obstacle.
     pub fn drain_orphan(&mut self) {
         for freed in self.shared.handover.take() {
             if let Some(fence) = freed.fence {
-                drop(self.arena.device().wait(self.stream, fence));
+                drop(self.wait_for(fence));
             }
             drop(self.apply_free(freed.address, freed.by));
         }

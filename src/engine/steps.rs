@@ -361,11 +361,14 @@ impl Engine {
     /// places that are free in program order.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         if stream == self.stream {
+            self.shared.stream_is_there();
             return Ok(());
         }
         let refused = |call| move |source| Error::Device { call, source };
         let device = self.arena.device();
-        if !self.is_abroad() {
+        if self.shared.is_stream_gone() {
+            // Its work was waited for when it went.
+        } else if !self.is_abroad() {
             let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
             device.wait(stream, fence).map_err(refused(Call::Wait))?;
         } else if self.home_thread != 0 {
@@ -375,6 +378,7 @@ impl Engine {
         self.stream = stream;
         let thread = self.home_thread;
         self.shared.set_home(Home { thread, stream });
+        self.shared.stream_is_there();
         Ok(())
     }
 
