@@ -187,8 +187,8 @@ impl Compiler {
     /// last stream comes before what they do on this one.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses the fence; [`Error::StepActive`] while a step is leaked
-    /// on another thread.
+    /// [`Error::Device`] when the device refuses the fence, or the stream: on a GPU one of another context than the
+    /// primary one; [`Error::StepActive`] while a step is leaked on another thread.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine().ok_or(Error::StepActive)?.use_stream(stream)
@@ -368,7 +368,8 @@ impl Step<'_> {
     /// were freed.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses the fence; the step then stays with its stream.
+    /// [`Error::Device`] when the device refuses the fence, or the stream as in [`Compiler::use_stream`]; the step then
+    /// stays with its stream.
     pub fn use_stream(&self, stream: StreamId) -> Result<(), Error> {
         self.with(|engine| engine.use_stream(stream))?
     }

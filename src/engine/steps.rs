@@ -366,6 +366,7 @@ impl Engine {
         }
         let refused = |call| move |source| Error::Device { call, source };
         let device = self.arena.device();
+        device.check_stream(stream).map_err(refused(Call::Wait))?;
         if self.shared.is_stream_gone() {
             // Its work was waited for when it went.
         } else if !self.is_abroad() {

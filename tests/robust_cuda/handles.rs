@@ -18,7 +18,7 @@ use super::{LARGE, MIB, copy, done, fill, give_on, here, id, take_on, world};
 fn raw_stream() -> *mut c_void {
     let mut stream = ptr::null_mut();
     let beside = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: `stream` is writable; the primary context is current.
+    // SAFETY: `stream` is writable; a context is current.
     done(unsafe { sys::cuStreamCreate(&raw mut stream, beside) });
     stream.cast()
 }
@@ -97,6 +97,9 @@ fn a_default_stream_of_a_second_context_is_not_the_steps() {
                 "stream {number} of a second context was served"
             );
             give_raw(stream, foreign);
+            let made = raw_stream();
+            let refused = step.use_stream(StreamId(made.addr() as u64));
+            assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
             // SAFETY: `popped` is writable.
             done(unsafe { sys::cuCtxPopCurrent_v2(&raw mut popped) });
             assert_eq!(popped.cast(), second);

@@ -127,7 +127,7 @@ fn no_change(_: &mut Books) {}
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Counting<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, is_capturing, host_memory, moment, elapsed, copy_stream);
+        granule, is_host_memory, gpu, check_stream, is_capturing, host_memory, moment, elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.counted(

@@ -177,7 +177,7 @@ impl Plan {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Failing<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, is_capturing, host_memory, moment, elapsed, copy_stream);
+        granule, is_host_memory, gpu, check_stream, is_capturing, host_memory, moment, elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))

@@ -9,7 +9,8 @@
 //!
 //! **Two contexts on one GPU.** A compiler's memory, its fences and its waits are those of the GPU's primary context.
 //! An allocation for a default stream of another context passes through. A stream with a handle of its own is of one
-//! context for life, so the handle alone tells it from the one that a step serves. Memory of a step may be used by
+//! context for life, so the handle alone tells it from the one that a step serves, and no compiler is told to serve
+//! one of another context ([`Device::check_stream`](crate::device::Device::check_stream)). Memory of a step may be used by
 //! work of another context, as every mapped address may, but the order of that work is not the compiler's: a free on
 //! such a stream is refused by the driver at the fence, as an event and a stream of two contexts, and the buffer
 //! stays. Contexts that are made past these calls (a library's own, through pointers that it got from the driver)
