@@ -152,11 +152,14 @@ impl Compiler {
     /// A step that is dropped without [`Step::finish`] aborts.
     ///
     /// # Errors
-    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread.
+    /// [`Error::StepActive`] when a step of this compiler was leaked on another thread; [`Error::Device`] when the
+    /// last step ran on another thread and its work on a GPU cannot be waited for.
     pub fn begin(&mut self, name: &str) -> Result<Step<'_>, Error> {
         let _bookkeeping = Bookkeeping::begin();
-        let mut engine = self.engine()?.take();
-        engine.begin(name);
+        let mut idle = self.engine()?;
+        idle.begin(name)?;
+        let engine = idle.take();
+        drop(idle);
         let serial = engine.serial;
         self.serial = serial;
         current::install(engine);
@@ -198,8 +201,8 @@ impl Compiler {
     /// last stream comes before what they do on this one.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses the fence; [`Error::StepActive`] while a step is leaked
-    /// on another thread.
+    /// [`Error::Device`] when the device refuses the fence, or the stream: on a GPU one of another context than the
+    /// primary one; [`Error::StepActive`] while a step is leaked on another thread.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         let _bookkeeping = Bookkeeping::begin();
         self.engine()?.use_stream(stream)
@@ -399,7 +402,8 @@ impl Step<'_> {
     /// were freed.
     ///
     /// # Errors
-    /// [`Error::Device`] when the device refuses the fence; the step then stays with its stream.
+    /// [`Error::Device`] when the device refuses the fence, or the stream as in [`Compiler::use_stream`]; the step then
+    /// stays with its stream.
     pub fn use_stream(&self, stream: StreamId) -> Result<(), Error> {
         self.with(|engine| engine.use_stream(stream))?
     }

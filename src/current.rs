@@ -243,6 +243,17 @@ pub(crate) fn alloc_gpu(
     })
 }
 
+/// A stream is about to be destroyed: compilers that serve it wait for its work. Its handle may come back.
+#[cfg(feature = "cuda")]
+pub(crate) fn leave_stream(stream: StreamId) {
+    let _bookkeeping = Bookkeeping::begin();
+    let registry = REGISTRY.read().unwrap_or_else(PoisonError::into_inner);
+    let all: Vec<Arc<Shared>> = registry.clone();
+    // Waiting may take a while.
+    drop(registry);
+    all.iter().for_each(|shared| shared.leave_stream(stream));
+}
+
 /// Lets an active step of this thread return an error at its end.
 #[cfg(feature = "cuda")]
 pub(crate) fn fail_step(serial: u64, error: Error) {
@@ -294,7 +305,7 @@ pub(crate) fn free_here(address: Address, by: By) -> Option<Result<(), Error>> {
 ///
 /// # Errors
 /// [`Error::BadFree`] when no compiler owns the address, or when its step is active on this thread
-/// and no buffer is live there, or one that a value owns which the CPU hook served.
+/// and no buffer is live there, or one that a value owns which a hook served, on the CPU or a GPU.
 ///
 /// In a forked child nothing happens to a buffer that it inherited, and that is no error: what is dropped there was a
 /// copy.
@@ -307,16 +318,16 @@ pub fn free(address: Address) -> Result<(), Error> {
 /// # Errors
 /// As [`free`], and [`Error::Device`] when the device refuses a fence (the buffer then stays live).
 pub fn free_on(stream: StreamId, address: Address) -> Result<(), Error> {
-    if free_replayed(stream, address) {
+    if free_replayed(stream, address, By::Program) {
         return Ok(());
     }
-    free_on_any(stream, address)
+    free_on_any(stream, address, By::Program)
 }
 
 /// What [`free_on`] does for a buffer of the innermost step of this thread and its stream; else nothing
 /// has happened.
 #[inline]
-pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
+pub(crate) fn free_replayed(stream: StreamId, address: Address, by: By) -> bool {
     ACTIVE.with(|active| {
         let Ok(mut active) = active.try_borrow_mut() else {
             return false;
@@ -324,13 +335,14 @@ pub(crate) fn free_replayed(stream: StreamId, address: Address) -> bool {
         active.last_mut().is_some_and(|engine| {
             engine.stream == stream
                 && engine.shared.contains(address)
-                && engine.free_live(address, By::Program)
+                && engine.free_live(address, by)
         })
     })
 }
 
+/// The same for any other buffer.
 #[cold]
-fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
+pub(crate) fn free_on_any(stream: StreamId, address: Address, by: By) -> Result<(), Error> {
     let here = ACTIVE.with(|active| {
         let mut active = active.try_borrow_mut().ok()?;
         let engine = active
@@ -338,12 +350,12 @@ fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
             .rev()
             .find(|engine| engine.shared.contains(address))?;
         if engine.stream != stream {
-            if engine.shared.device.is_capturing(engine.stream) {
+            if engine.is_captured() {
                 // It waits for the end of the capture, as those of other threads do.
                 return None;
             }
             let ordered = order(&engine.shared, stream).and_then(|fence| {
-                let waited = engine.shared.device.wait(engine.stream, fence);
+                let waited = engine.wait_for(fence);
                 waited.map_err(|source| Error::Device {
                     call: Call::Wait,
                     source,
@@ -353,12 +365,12 @@ fn free_on_any(stream: StreamId, address: Address) -> Result<(), Error> {
                 return Some(Err(error));
             }
         }
-        Some(engine.free(address, By::Program))
+        Some(engine.free(address, by))
     });
-    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), By::Program))
+    here.unwrap_or_else(|| free_elsewhere(address, Some(stream), by))
 }
 
-/// The same for a caller that names no stream: a GPU without stream-ordered allocation is waited for, as
+/// The same for the GPU hook's caller that names no stream: a GPU without stream-ordered allocation is waited for, as
 /// its driver would; elsewhere the caller has waited.
 #[cfg(feature = "cuda")]
 pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
@@ -374,7 +386,7 @@ pub(crate) fn free_synchronous(address: Address) -> Result<(), Error> {
         })?;
     }
     drop(shared);
-    free(address)
+    free_here(address, By::Hook).unwrap_or_else(|| free_elsewhere(address, None, By::Hook))
 }
 
 fn order(shared: &Shared, stream: StreamId) -> Result<Fence, Error> {

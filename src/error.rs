@@ -220,8 +220,9 @@ pub enum BadFree {
     /// The address belongs to no compiler of this process.
     #[error("not an address of any compiler")]
     Unknown,
-    /// The buffer is a block of the global allocator, and a value may still own it.
-    #[error("the CPU hook served it: drop the value that owns it instead")]
+    /// A hook served the buffer, and a value may still own it: on the CPU a block of the global allocator, on a
+    /// GPU a framework's tensor.
+    #[error("a hook served it: drop the value that owns it instead")]
     Hooked,
     /// The address lies in a compiler's range, but no live buffer starts there: a double free, an
     /// interior pointer, or an address that was never handed out.

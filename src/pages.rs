@@ -7,6 +7,10 @@
 //!
 //! Each page is claimed from the budget before it is created, and entered in the account that others see.
 //!
+//! Nothing is unmapped or given back that work may still use: whoever takes a mapping away has waited for the
+//! device, and where waiting failed, everything stays as it is. At the end too ([`Pages::close`]): then pages,
+//! mappings and addresses are kept until the process ends.
+//!
 //! May import: `units`, `device`, `budget`, `accounts`.
 
 use std::sync::Arc;
@@ -397,12 +401,18 @@ impl Pages {
         }
     }
 
-    /// Gives everything back: mappings, then `pages` and the spare ones, then the range.
+    /// Gives everything back: mappings, then `pages` and the spare ones, then the range. Where the device cannot be
+    /// waited for, nothing.
     pub fn close(&mut self, pages: impl Iterator<Item = PageId>) {
         if self.process.is_ancestor() {
             return;
         }
-        let mut failed = self.synchronise().err();
+        // What was refused once is tried once more.
+        if let Err(refused) = self.synchronise().or_else(|_| self.synchronise()) {
+            self.keep_for_good(&refused);
+            return;
+        }
+        let mut failed = None;
         self.tidy();
         let split = self.split;
         let upper = self.mapped[1].iter().map(|number| number + split);
@@ -442,5 +452,22 @@ impl Pages {
         if let Some(refused) = failed {
             tracing::warn!(%refused, owned = self.owned, "device refused to take memory back");
         }
+    }
+
+    /// Leaves pages, mappings and addresses as they are, and the device with them, until the process ends.
+    ///
+    /// Work that could not be waited for may run and use them. An error that stays, as that of a kernel which
+    /// crashed, says the opposite: its context runs nothing any more. But the driver then refuses to unmap and
+    /// release too ("any further CUDA work will return the same error", says its manual of
+    /// `CUDA_ERROR_ILLEGAL_ADDRESS`), and takes all of it back with the process, which has to end before the GPU
+    /// can be used again. So every error is met in the same way, and no list of codes decides what is safe.
+    ///
+    /// What is kept stays claimed in the budget: it is in use.
+    fn keep_for_good(&mut self, refused: &Refused) {
+        // Dropping the device would end the context, or give the memory back, under that work.
+        std::mem::forget(Arc::clone(&self.device));
+        let (held, reserved) = (self.held(), self.reserved);
+        tracing::warn!(%refused, %held, %reserved,
+            "the device cannot be waited for: memory that its work may still use is kept until the process ends");
     }
 }

@@ -12,12 +12,17 @@ use std::ptr;
 use std::sync::Arc;
 use std::thread;
 
-use memory_compiler::device::adaptor::{Counting, Limiting, Streams};
+use memory_compiler::device::adaptor::{Counting, Failing, Limiting, Repeat, Streams};
 use memory_compiler::device::{
     Call, Device, DeviceError, Fence, GpuIdentity, Host, MemoryInfo, PageId, StreamId,
 };
-use memory_compiler::hook::cuda::{alloc, alloc_async, check, counts, free, free_async};
-use memory_compiler::{Address, Bytes, Compiler, Error, Options, pause, strict_scope};
+use memory_compiler::hook::cuda::{
+    alloc, alloc_async, check, counts, destroy_stream, free, free_async, streams_destroyed,
+};
+use memory_compiler::{
+    Address, BadFree, Bytes, Compiler, Error, Options, free as program_free,
+    free_on as program_free_on, pause, strict_scope,
+};
 
 memory_compiler::interpose_cuda!();
 
@@ -67,7 +72,7 @@ unsafe impl<D: Device> Device for Pretending<D> {
     }
 }
 
-type Fake = Pretending<Counting<Streams<Limiting<Host>>>>;
+type Fake = Pretending<Counting<Streams<Failing<Limiting<Host>>>>>;
 
 const PAGE: u64 = 4096;
 /// The handles of the default streams: the driver knows them in any state, and refuses without a context,
@@ -77,7 +82,7 @@ const OTHER: u64 = 2;
 
 fn fake(limit: u64, has_pools: bool) -> Arc<Fake> {
     let host = Limiting::new(Host::new(Bytes(PAGE)).unwrap(), Bytes(limit));
-    let upstream = Counting::new(Streams::new(host));
+    let upstream = Counting::new(Streams::new(Failing::new(host)));
     Arc::new(Pretending {
         upstream,
         has_pools,
@@ -291,6 +296,87 @@ fn a_step_on_another_thread_begins_behind_all_earlier_work() {
 }
 
 #[test]
+fn a_step_does_not_begin_on_another_thread_while_earlier_work_cannot_be_waited_for() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let step = compiler.begin("step").unwrap();
+    give(take(PAGE));
+    step.finish().unwrap();
+    let failing = device.upstream.upstream().upstream();
+    let error = DeviceError::Driver {
+        call: Call::Synchronise,
+        code: 700,
+    };
+    failing.fail_call_at(Call::Synchronise, 0, error, Repeat::Once);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let refused = compiler.begin("step").map(drop).unwrap_err();
+            assert!(matches!(refused, Error::Device { .. }), "{refused}");
+            assert!(take_on(STREAM, PAGE).is_err(), "no step is active");
+            // The next one waits again.
+            let step = compiler.begin("step").unwrap();
+            give(take(PAGE));
+            assert_eq!(step.finish().unwrap().recorded, 0);
+        });
+    });
+}
+
+/// The driver destroys a stream at once and its work goes on; the next stream may get the handle. What was freed in
+/// the order of the old one is used in the order of the new one: so the old one's work is waited for.
+#[test]
+fn a_stream_that_gets_the_handle_of_a_destroyed_one_begins_behind_its_work() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let streams = device.upstream.upstream();
+    let waits = || device.upstream.calls(Call::Synchronise);
+    let destroy = |number| {
+        // SAFETY: a default stream, which the driver does not destroy.
+        let code = unsafe { destroy_stream(stream(number)) };
+        assert_ne!(code, 0);
+    };
+    let step = compiler.begin("step").unwrap();
+    let at = take(PAGE);
+    device.write(at, b"old").unwrap();
+    let read = streams.enqueue_read(StreamId(STREAM), at, Bytes(3));
+    give(at);
+    let (waited, destroyed) = (waits(), streams_destroyed());
+    destroy(OTHER);
+    assert_eq!(waits(), waited, "nobody serves it");
+    assert_eq!(streams.saw(read), None);
+    destroy(STREAM);
+    assert_eq!(
+        streams.saw(read),
+        Some(Ok(b"old".to_vec())),
+        "its work is done"
+    );
+    assert!(streams_destroyed() >= destroyed + 2);
+    assert_eq!(take(PAGE), at, "served as the stream of that handle");
+    // Whether the handle names a stream at all is not known: it waits for nothing.
+    let (waited, fences) = (waits(), device.upstream.calls(Call::Fence));
+    let read = streams.enqueue_read(StreamId(OTHER), at, Bytes(3));
+    thread::scope(|scope| {
+        assert_eq!(scope.spawn(|| give_on(OTHER, at)).join().unwrap(), 0);
+    });
+    assert_eq!(take(PAGE), at);
+    assert!(streams.saw(read).is_some(), "the device was waited for");
+    assert!(waits() > waited);
+    assert_eq!(device.upstream.calls(Call::Fence), fences + 1);
+    step.use_stream(StreamId(OTHER)).unwrap();
+    assert_eq!(
+        device.upstream.calls(Call::Fence),
+        fences + 1,
+        "no fence of a stream that is gone"
+    );
+    // The one that is named lives.
+    step.use_stream(StreamId(STREAM)).unwrap();
+    assert_eq!(device.upstream.calls(Call::Fence), fences + 2);
+    give(at);
+    step.finish().unwrap();
+    drop(compiler);
+    assert!(device.upstream.is_empty());
+}
+
+#[test]
 fn bad_frees_are_refused_and_change_nothing() {
     let device = fake(1 << 20, true);
     let mut compiler = compiler(&device, Options::default());
@@ -302,6 +388,69 @@ fn bad_frees_are_refused_and_change_nothing() {
     let report = step.finish().unwrap();
     assert_eq!(report.events, 2);
     assert_eq!(compiler.stats().bad_frees, 2);
+}
+
+/// What the hook served is a framework's tensor: an address alone, which safe code can have from anywhere, does
+/// not free it, whoever asks and whether it was recorded or replayed; the driver's calls do.
+#[test]
+fn safe_code_cannot_free_what_the_hook_served() {
+    let device = fake(1 << 20, true);
+    let mut compiler = compiler(&device, Options::default());
+    let hooked = |address| {
+        Err(Error::BadFree {
+            address,
+            reason: BadFree::Hooked,
+        })
+    };
+    let mut bad = 0;
+    for round in 0..3 {
+        let step = compiler.begin("step").unwrap();
+        let (a, b, c) = (take(PAGE), take(2 * PAGE), take(PAGE));
+        device.write(a, b"mine").unwrap();
+        assert_eq!(step.free(a), hooked(a), "round {round}");
+        assert_eq!(program_free(a), hooked(a));
+        for number in [STREAM, OTHER] {
+            assert_eq!(step.free_on(StreamId(number), a), hooked(a));
+            assert_eq!(program_free_on(StreamId(number), a), hooked(a));
+        }
+        bad += 6;
+        // Elsewhere nobody waits for the answer.
+        thread::scope(|scope| {
+            let elsewhere = scope.spawn(|| (program_free(a), program_free_on(StreamId(OTHER), a)));
+            assert_eq!(elsewhere.join().unwrap(), (Ok(()), Ok(())));
+        });
+        bad += 2;
+        let next = take(PAGE);
+        assert_ne!(next, a, "it is live");
+        let stats = step.stats();
+        assert_eq!((stats.live, stats.bad_frees), (Bytes(5 * PAGE), bad));
+        give(next);
+        // Each way in which a framework frees.
+        assert_eq!(give_on(OTHER, b), 0);
+        thread::scope(|scope| {
+            assert_eq!(scope.spawn(|| give_on(STREAM, c)).join().unwrap(), 0);
+        });
+        assert_eq!(step.stats().live, Bytes(PAGE));
+        step.finish().unwrap();
+        assert_eq!(program_free(a), Ok(()), "the owner looks later");
+        bad += 1;
+        assert_eq!(compiler.stats().live, Bytes(PAGE));
+        let mut bytes = [0; 4];
+        device.read(a, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"mine");
+        // SAFETY: the step made it.
+        assert_eq!(unsafe { free(a.0) }, 0);
+        let stats = compiler.stats();
+        assert_eq!((stats.live, stats.bad_frees), (Bytes::ZERO, bad));
+    }
+    let step = compiler.begin("step").unwrap();
+    let left = take(PAGE);
+    step.finish().unwrap();
+    drop(compiler);
+    assert_eq!(program_free(left), Ok(()));
+    assert!(!device.upstream.is_empty(), "it outlives its compiler");
+    give(left);
+    assert!(device.upstream.is_empty());
 }
 
 #[test]

@@ -4,6 +4,8 @@
 
 #![cfg(all(feature = "cuda", target_os = "linux"))]
 
+#[path = "robust_cuda/handles.rs"]
+mod handles;
 mod reference;
 
 use std::ffi::c_void;

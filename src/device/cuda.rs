@@ -330,6 +330,16 @@ unsafe impl Device for Cuda {
         Ok(())
     }
 
+    fn check_stream(&self, stream: StreamId) -> Result<(), DeviceError> {
+        if self.gpu.may_have(stream) {
+            return Ok(());
+        }
+        Err(invalid(
+            Call::Wait,
+            "the stream is one of the GPU's primary context",
+        ))
+    }
+
     fn is_capturing(&self, stream: StreamId) -> bool {
         self.enter(Call::Wait)
             .is_ok_and(|_current| self.gpu.is_capturing(stream))

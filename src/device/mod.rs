@@ -146,6 +146,13 @@ pub unsafe trait Device: Debug + Send + Sync {
     /// Makes work that is enqueued on `stream` from now on wait for `fence`, and forgets the fence.
     fn wait(&self, stream: StreamId, fence: Fence) -> Result<(), DeviceError>;
 
+    /// Refuses a stream whose work this device can neither order nor wait for: on a GPU one of another context than
+    /// the primary one. The stream lives.
+    fn check_stream(&self, stream: StreamId) -> Result<(), DeviceError> {
+        let _ = stream;
+        Ok(())
+    }
+
     /// Whether work that is enqueued on `stream` is captured into a graph instead of run. A captured stream
     /// may not wait for a fence of a stream that is not.
     fn is_capturing(&self, stream: StreamId) -> bool {

@@ -49,7 +49,7 @@ pub(crate) use shared::{Remote, Shared};
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Fence, GpuIdentity, StreamId};
+use crate::device::{Call, DeviceError, Fence, GpuIdentity, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -90,7 +90,7 @@ pub(crate) enum OnError {
 pub(crate) enum By {
     /// The program, by an address that it may have from anywhere: not what a value still owns.
     Program,
-    /// The CPU hook: the value that owned the block is gone.
+    /// A hook: the value that owned the block is gone, or the framework calls the driver's free.
     Hook,
 }
 
@@ -302,7 +302,7 @@ impl Engine {
         self.tapes.cursor += 1;
         self.hash ^= entry.mix;
         self.table
-            .set(entry.slot, entry.live(), on_error == OnError::Postpone);
+            .set(entry.slot, entry.live(), on_error != OnError::Fail);
         self.scopes.go_on(entry.len);
         self.own_count += 1;
         self.live += wide;
@@ -361,8 +361,7 @@ impl Engine {
         Err(Error::BadFree { address, reason })
     }
 
-    /// Ends the buffer that starts at an address of the range, unless there is none or only the CPU hook
-    /// may.
+    /// Ends the buffer that starts at an address of the range, unless there is none or only a hook may.
     #[inline]
     fn end_live(&mut self, address: Address, by: By) -> bool {
         let offset = address.0 - self.shared.base.0;
@@ -424,10 +423,9 @@ impl Engine {
                 self.unpin();
                 continue;
             };
-            let is_captured = || self.arena.device().is_capturing(self.stream);
             if freed
                 .fence
-                .is_some_and(|fence| is_captured() || !self.is_behind(fence))
+                .is_some_and(|fence| self.is_captured() || !self.is_behind(fence))
             {
                 self.shared.handover.push(remote);
                 continue;
@@ -442,28 +440,31 @@ impl Engine {
         self.gpu.is_some() && self.home_thread != this_thread()
     }
 
-    /// Comes to the thread where the next step runs: its stream begins behind all earlier work.
-    fn move_home(&mut self) {
+    /// Comes to the thread where the next step runs: its stream begins behind all earlier work. Where that cannot
+    /// be waited for, the engine stays where it is: the step may not use places that the work still uses.
+    fn move_home(&mut self) -> Result<(), Error> {
         if self.home_thread == this_thread() {
-            return;
+            return Ok(());
         }
-        if self.home_thread != 0
-            && self.is_abroad()
-            && let Err(error) = self.arena.device().synchronise()
-        {
-            tracing::warn!(%error, "waiting for the device failed");
+        if self.home_thread != 0 && self.is_abroad() {
+            let waited = self.arena.device().synchronise();
+            waited.map_err(|source| Error::Device {
+                call: Call::Synchronise,
+                source,
+            })?;
         }
         self.home_thread = this_thread();
         self.shared.set_home(Home {
             thread: self.home_thread,
             stream: self.stream,
         });
+        Ok(())
     }
 
     /// Lets the stream wait for a fence, or this thread for the device, which is behind it too.
     fn is_behind(&self, fence: Fence) -> bool {
         let device = self.arena.device();
-        match device.wait(self.stream, fence) {
+        match self.wait_for(fence) {
             Ok(()) if !self.is_abroad() => return true,
             Ok(()) => {}
             Err(error) => {
@@ -471,6 +472,23 @@ impl Engine {
             }
         }
         device.synchronise().is_ok()
+    }
+
+    /// Whether the steps' stream is being captured into a graph.
+    pub fn is_captured(&self) -> bool {
+        !self.shared.is_stream_gone() && self.arena.device().is_capturing(self.stream)
+    }
+
+    /// Has the steps' stream wait for a fence; where it was destroyed, this thread waits for the device instead, which
+    /// is behind the fence too.
+    pub fn wait_for(&self, fence: Fence) -> Result<(), DeviceError> {
+        let device = self.arena.device();
+        if !self.shared.is_stream_gone() {
+            return device.wait(self.stream, fence);
+        }
+        device.synchronise()?;
+        // On a stream that is always there: nothing is left to wait for, and the fence is forgotten.
+        device.wait(StreamId::default(), fence)
     }
 
     /// Applies the frees of an engine that serves no more. Nothing is placed where they were, and the
@@ -482,7 +500,7 @@ impl Engine {
                 continue;
             };
             if let Some(fence) = freed.fence {
-                drop(self.arena.device().wait(self.stream, fence));
+                drop(self.wait_for(fence));
             }
             drop(self.apply_free(freed.address, freed.by));
         }

@@ -65,10 +65,6 @@ impl Engine {
         }
     }
 
-    fn is_capturing(&self) -> bool {
-        self.arena.device().is_capturing(self.stream)
-    }
-
     fn uncapturable(&self, len: Units, reason: Uncapturable) -> Error {
         Error::Captured {
             scope: self.scopes.path(),
@@ -79,7 +75,7 @@ impl Engine {
 
     /// Refuses to record what is being captured: its memory might be mapped, moved or given away at once.
     pub(super) fn check_uncaptured(&self, len: Units) -> Result<(), Error> {
-        if self.is_capturing() {
+        if self.is_captured() {
             return Err(self.uncapturable(len, Uncapturable::NotRecorded));
         }
         Ok(())
@@ -91,7 +87,7 @@ impl Engine {
         len: Units,
         position: Position,
     ) -> Result<Allocation, Error> {
-        if !self.is_capturing() {
+        if !self.is_captured() {
             self.lock_captured();
             return self.serve_survivor(len, position);
         }

@@ -34,7 +34,8 @@ impl Engine {
             Ok(len) => self.serve(len, on_error),
             Err(_) => Err(self.too_large(size)),
         };
-        if on_error == OnError::Postpone
+        // Only hooks ask for another thing than the error.
+        if on_error != OnError::Fail
             && let Ok(Allocation::Here(address)) = result
             && let Some(slot) = self.table.find(self.shared.unit(address))
         {

@@ -8,7 +8,7 @@
 //! May import: layers 0 and 3, `handover`, and `engine`, which it keeps between steps and once orphaned.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::handover::Handover;
@@ -67,6 +67,9 @@ pub(crate) struct Shared {
     pub idle: Mutex<Option<Box<Engine>>>,
     /// Who made it.
     process: Process,
+    /// Whether the steps' stream was destroyed since it was named: its work is done, and its handle may be another
+    /// stream's by now.
+    is_stream_gone: AtomicBool,
 }
 
 impl Shared {
@@ -77,6 +80,7 @@ impl Shared {
             device,
             idle: Mutex::new(None),
             home: Mutex::default(),
+            is_stream_gone: AtomicBool::new(false),
             handover: Handover::new(),
             process: Process::this(),
         }
@@ -130,5 +134,30 @@ impl Shared {
     /// Says where the steps run from now on.
     pub fn set_home(&self, home: Home) {
         *self.home.lock().unwrap_or_else(PoisonError::into_inner) = home;
+    }
+
+    /// A stream is about to be destroyed; if it is the steps', its work is waited for, so that a stream which gets its
+    /// handle need not come behind that.
+    #[cfg(feature = "cuda")]
+    pub fn leave_stream(&self, stream: StreamId) {
+        let home = *self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        if home.stream != stream || self.device.gpu().is_none() {
+            return;
+        }
+        if let Err(error) = self.device.synchronise() {
+            // Where an error stays, nothing runs any more; else this is the last that is known of the stream.
+            tracing::warn!(%error, "a stream goes, and its work was not waited for");
+        }
+        self.is_stream_gone.store(true, Ordering::Release);
+    }
+
+    /// Whether the steps' stream was destroyed: then its handle is asked nothing.
+    pub fn is_stream_gone(&self) -> bool {
+        self.is_stream_gone.load(Ordering::Acquire)
+    }
+
+    /// The steps' stream was named again, and lives.
+    pub fn stream_is_there(&self) {
+        self.is_stream_gone.store(false, Ordering::Release);
     }
 }

@@ -26,10 +26,10 @@ const RECLAIM_EVERY: u64 = 1_000;
 static SERIAL: AtomicU64 = AtomicU64::new(1);
 
 impl Engine {
-    /// Begins a step; none is active.
-    pub fn begin(&mut self, name: &str) {
+    /// Begins a step; none is active. A refusal changes nothing.
+    pub fn begin(&mut self, name: &str) -> Result<(), Error> {
         debug_assert!(self.active.is_none());
-        self.move_home();
+        self.move_home()?;
         self.drain();
         self.end_young();
         self.settle_survivors(true);
@@ -62,6 +62,7 @@ impl Engine {
             calls_before: self.arena.calls(),
             error: None,
         });
+        Ok(())
     }
 
     /// What was made in the survivors' space in the last step is of an earlier one now.
@@ -378,11 +379,15 @@ impl Engine {
     /// places that are free in program order.
     pub fn use_stream(&mut self, stream: StreamId) -> Result<(), Error> {
         if stream == self.stream {
+            self.shared.stream_is_there();
             return Ok(());
         }
         let refused = |call| move |source| Error::Device { call, source };
         let device = self.arena.device();
-        if !self.is_abroad() {
+        device.check_stream(stream).map_err(refused(Call::Wait))?;
+        if self.shared.is_stream_gone() {
+            // Its work was waited for when it went.
+        } else if !self.is_abroad() {
             let fence = device.fence(self.stream).map_err(refused(Call::Fence))?;
             device.wait(stream, fence).map_err(refused(Call::Wait))?;
         } else if self.home_thread != 0 {
@@ -392,6 +397,7 @@ impl Engine {
         self.stream = stream;
         let thread = self.home_thread;
         self.shared.set_home(Home { thread, stream });
+        self.shared.stream_is_there();
         Ok(())
     }
 

@@ -14,7 +14,7 @@ use crate::prefetch::prefetch;
 
 const NONE: u32 = u32::MAX;
 const DIRTY: u32 = 1 << 31;
-/// The buffer is a block of the global allocator: only that may free it.
+/// A hook served the buffer to a framework: only a hook may free it.
 const HOOKED: u32 = 1 << 30;
 /// The rest: a placement + 1.
 const NUMBER: u32 = HOOKED - 1;
@@ -137,7 +137,7 @@ impl LiveTable {
         self.slots[slot as usize].live & NUMBER == number + 1
     }
 
-    /// Makes a placement live in its slot; hooked, as a block of the global allocator.
+    /// Makes a placement live in its slot; hooked, as a hook serves it.
     #[inline]
     pub fn set(&mut self, slot: u32, live: Live, is_hooked: bool) {
         let entry = &mut self.slots[slot as usize];
@@ -158,13 +158,13 @@ impl LiveTable {
         entry.live = DIRTY;
     }
 
-    /// Marks the live buffer of a slot as a block of the global allocator.
+    /// Marks the live buffer of a slot as served by a hook.
     #[inline]
     pub fn mark_hooked(&mut self, slot: u32) {
         self.slots[slot as usize].live |= HOOKED;
     }
 
-    /// Whether the live buffer of a slot is a block of the global allocator.
+    /// Whether a hook served the live buffer of a slot.
     #[inline]
     pub fn is_hooked(&self, slot: u32) -> bool {
         self.slots[slot as usize].live & HOOKED != 0

@@ -23,13 +23,15 @@
 //!
 //! Rules:
 //! - whose allocation it is: the thread has a step, the step serves that stream, and, where the handle
-//!   alone cannot tell the device (0, 1 and 2 name a stream of the *current* context) and the driver
-//!   shows more than one, the current context is the step's;
+//!   alone cannot tell the context (0, 1 and 2 name a stream of the *current* one) and there is more than
+//!   one, the current context is the step's ([`handles`]);
 //! - the synchronous calls are served only for a GPU without stream-ordered allocation;
 //! - a free is resolved by its address, whoever makes it. Another thread or stream than the step's may
 //!   still use the memory: a fence is recorded there and waited for before reuse;
 //! - a strict break is served, and the step returns the error at its end. A call fails only when there
 //!   is no memory: over the budget at once, else when the driver has none either;
+//! - what was served here is freed here: [`free`](crate::free) and its like are safe code, and refuse a buffer
+//!   that a framework's tensor may own;
 //! - zero bytes, and null pointers, get the driver's answer.
 //!
 //! The calls for streams that are per-thread by default (`…_ptsz`) are not taken over: cudarc makes
@@ -43,7 +45,16 @@
 //! not be captured; pin the layout ([`Compiler::pin_layout`](crate::Compiler::pin_layout)) before the capture
 //! and for as long as the graph is launched.
 //!
-//! May import: `bookkeeping`, `compiler`, `current`, `device`, `error`, `options`, `units`.
+//! May import: `bookkeeping`, `compiler`, `current`, `device`, `engine` for who frees, `error`, `options`, `units`.
+
+mod handles;
+#[cfg(test)]
+mod tests;
+
+pub use handles::{
+    context_of_green, create_context, create_context_v3, create_context_v4, destroy_stream,
+    is_of_context, streams_destroyed,
+};
 
 use std::cell::Cell;
 use std::ffi::{CStr, c_void};
@@ -52,11 +63,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
+use handles::context_of;
 
 use crate::bookkeeping::Bookkeeping;
 use crate::compiler::Compiler;
 use crate::current;
-use crate::device::{Call, Cuda, DeviceError, StreamId};
+use crate::device::{Call, Cuda, Device, DeviceError, StreamId};
+use crate::engine::By;
 use crate::error::{BadFree, Error};
 use crate::options::Options;
 use crate::units::{Address, Bytes};
@@ -65,7 +78,8 @@ use crate::units::{Address, Bytes};
 /// `main.rs`, or into the root of a test, a bench or an example, once.
 ///
 /// It defines `cuMemAllocAsync`, `cuMemFreeAsync`, `cuMemAlloc_v2` and `cuMemFree_v2`. What no step
-/// claims reaches the driver. See [`hook::cuda`](crate::hook::cuda).
+/// claims reaches the driver. To know what a stream's handle means it defines `cuCtxCreate_v2`, `_v3`, `_v4`,
+/// `cuCtxFromGreenCtx` and `cuStreamDestroy_v2` too. See [`hook::cuda`](crate::hook::cuda).
 #[macro_export]
 macro_rules! interpose_cuda {
     () => {
@@ -100,6 +114,58 @@ macro_rules! interpose_cuda {
             unsafe extern "C" fn cuMemFree_v2(at: u64) -> u32 {
                 // SAFETY: the caller keeps the contract of the driver's call, which is the same.
                 unsafe { $crate::hook::cuda::free(at) }
+            }
+
+            use ::core::ffi::c_void;
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuCtxCreate_v2(
+                at: *mut *mut c_void,
+                flags: u32,
+                device: i32,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::create_context(at, flags, device) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuCtxCreate_v3(
+                at: *mut *mut c_void,
+                affinities: *mut c_void,
+                count: i32,
+                flags: u32,
+                device: i32,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe {
+                    $crate::hook::cuda::create_context_v3(at, affinities, count, flags, device)
+                }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuCtxCreate_v4(
+                at: *mut *mut c_void,
+                parameters: *mut c_void,
+                flags: u32,
+                device: i32,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::create_context_v4(at, parameters, flags, device) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuCtxFromGreenCtx(
+                at: *mut *mut c_void,
+                green: *mut c_void,
+            ) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::context_of_green(at, green) }
+            }
+
+            #[unsafe(no_mangle)]
+            unsafe extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> u32 {
+                // SAFETY: the caller keeps the contract of the driver's call, which is the same.
+                unsafe { $crate::hook::cuda::destroy_stream(stream) }
             }
         };
     };
@@ -171,19 +237,26 @@ impl Driver {
     }
 }
 
+/// What the driver's library exports under a name; null for nothing.
 #[cfg(unix)]
-fn load() -> Driver {
+fn symbol(name: &CStr) -> *mut c_void {
     // SAFETY: the name is a C string; the library is the driver's, which the program uses anyway.
     let library =
         unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
-        return Driver::default();
+        return ptr::null_mut();
     }
-    let symbol = |name: &CStr| {
-        // SAFETY: the library is open and stays so; the name is a C string. A search in one library
-        // finds that library's symbol, never the program's.
-        unsafe { libc::dlsym(library, name.as_ptr()) }
-    };
+    // SAFETY: the library is open and stays so; the name is a C string. A search in one library finds that
+    // library's symbol, never the program's.
+    unsafe { libc::dlsym(library, name.as_ptr()) }
+}
+
+#[cfg(not(unix))]
+fn symbol(_: &CStr) -> *mut c_void {
+    ptr::null_mut()
+}
+
+fn load() -> Driver {
     let (alloc_async, free_async) = (symbol(c"cuMemAllocAsync"), symbol(c"cuMemFreeAsync"));
     let (alloc, free) = (symbol(c"cuMemAlloc_v2"), symbol(c"cuMemFree_v2"));
     Driver {
@@ -196,11 +269,6 @@ fn load() -> Driver {
         // SAFETY: as above.
         free: unsafe { std::mem::transmute::<*mut c_void, Option<Free>>(free) },
     }
-}
-
-#[cfg(not(unix))]
-fn load() -> Driver {
-    Driver::default()
 }
 
 /// Where what no step claims goes.
@@ -281,24 +349,6 @@ pub fn check() -> Result<(), Error> {
         Some(PROBE_ALL) => Ok(()),
         _ => Err(Error::CudaHookMissing),
     }
-}
-
-/// The current context where a stream's handle alone does not tell the device; else `None`.
-#[inline]
-fn context_of(stream: *mut c_void) -> Option<u64> {
-    static SEVERAL: OnceLock<bool> = OnceLock::new();
-    let is_special = stream.addr() <= 2;
-    if !is_special || !SEVERAL.get_or_init(|| Cuda::count() > 1) {
-        return None;
-    }
-    let mut context = ptr::null_mut();
-    // SAFETY: `context` is writable.
-    let code = unsafe { sys::cuCtxGetCurrent(&raw mut context) };
-    Some(if code == sys::CUresult::CUDA_SUCCESS {
-        context.addr() as u64
-    } else {
-        0
-    })
 }
 
 /// What `cuMemAllocAsync` is in a program with [`interpose_cuda!`](crate::interpose_cuda).
@@ -423,11 +473,11 @@ pub unsafe fn free_async(at: u64, stream: *mut c_void) -> Code {
     }
     let (address, on) = (Address(at), StreamId(stream.addr() as u64));
     if current::may_own(address) {
-        if current::free_replayed(on, address) {
+        if current::free_replayed(on, address, By::Hook) {
             return SUCCESS;
         }
         if current::is_in_a_range(address) {
-            let freed = code_of(current::free_on(on, address));
+            let freed = code_of(current::free_on_any(on, address, By::Hook));
             if let Some(code) = freed.or_else(|| weight_freed(address)) {
                 return code;
             }
@@ -501,6 +551,9 @@ pub fn device(ordinal: usize) -> Result<Arc<Cuda>, Error> {
         call: Call::Reserve,
         source,
     })?;
+    if let Some(identity) = gpu.gpu() {
+        handles::look_at_current(identity.context);
+    }
     Ok(Arc::new(gpu))
 }
 

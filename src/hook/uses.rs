@@ -21,32 +21,48 @@
 //! address brings in weights for nothing. What is *not* seen: addresses that lie in the GPU's memory themselves,
 //! and libraries that launch through a runtime of their own (cuDNN, flash attention). Weights may not go there.
 //!
-//! A function's handle is taken to mean the same function while any range is watched.
+//! What is known of a kernel's parameters is asked of the driver at each launch ([`parameters`]).
 //!
-//! May import: `bookkeeping`, `error`, `units`.
+//! **Streams.** A watch is told on which stream the work is going to run, also where the call does not name it, as
+//! cuBLAS's: its bytes have to arrive before the work of *that* stream, and may leave behind it.
+//!
+//! **Locks.** No lock is held while a watch is told: it may watch more, drop ranges, or wait for another thread that
+//! does. Between [`UseWatch::used`] and [`UseWatch::enqueued`] the work is handed to the driver, on the same thread.
+//!
+//! May import: `bookkeeping`, `device`, `error`, `units`.
 
 mod calls;
+mod parameters;
+#[cfg(test)]
+mod tests;
 
 pub use calls::{Gemm, copy_on_device, copy_to_host, gemm, gemm_f64, launch_kernel};
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{OnceLock, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, Weak};
 
 use crate::bookkeeping::Bookkeeping;
+use crate::device::StreamId;
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
 /// Is told of addresses before work uses them.
 pub trait UseWatch: Send + Sync {
-    /// This thread is about to enqueue work that uses these addresses, all of them in the watched range.
+    /// This thread is about to enqueue work on `stream` that uses these addresses, all of them in the watched range.
+    ///
+    /// The stream is the driver's handle as a number; 0, 1 and 2 name what they name on this thread in its current
+    /// context. It lives during the call; afterwards its handle may be destroyed, and come back for another stream.
     ///
     /// # Errors
     /// Why the work may not run; the call then fails.
-    fn used(&self, addresses: &[Address]) -> Result<(), Error>;
+    fn used(&self, addresses: &[Address], stream: StreamId) -> Result<(), Error>;
+
+    /// What this thread was about to enqueue when [`used`](Self::used) returned `Ok` is enqueued, or was refused.
+    /// Until then another thread that makes bytes leave is not behind that work.
+    fn enqueued(&self) {}
 }
 
 struct Watched {
@@ -59,8 +75,6 @@ static WATCHED: RwLock<Vec<Watched>> = RwLock::new(Vec::new());
 /// All of them lie in between.
 static LOWEST: AtomicU64 = AtomicU64::new(u64::MAX);
 static HIGHEST: AtomicU64 = AtomicU64::new(0);
-/// Grows when a range is added: what is known of functions may be out of date then.
-static GENERATION: AtomicU64 = AtomicU64::new(0);
 
 /// Has `watch` told of the uses of a range until it is dropped.
 pub fn watch_uses(base: Address, size: Bytes, watch: Weak<dyn UseWatch>) {
@@ -68,21 +82,28 @@ pub fn watch_uses(base: Address, size: Bytes, watch: Weak<dyn UseWatch>) {
     let mut all = WATCHED.write().unwrap_or_else(PoisonError::into_inner);
     all.retain(|other| other.watch.strong_count() > 0);
     all.push(Watched { base, size, watch });
-    GENERATION.fetch_add(1, Ordering::Release);
-    LOWEST.fetch_min(base.0, Ordering::Release);
-    HIGHEST.fetch_max(base.0 + size.0, Ordering::Release);
+    bound(&all);
 }
 
-/// What is known of kernels.
-#[derive(Default)]
-struct Kernels {
-    generation: u64,
-    /// Bytes of each parameter, by the kernel's handle.
-    sizes: HashMap<usize, Box<[usize]>>,
+/// Looks no more for the ranges whose watches are dropped: once there is none, work costs what it costs without
+/// watches. For the end of a watch, from its `drop`.
+pub fn forget_dropped() {
+    let _bookkeeping = Bookkeeping::begin();
+    let mut all = WATCHED.write().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|other| other.watch.strong_count() > 0);
+    bound(&all);
+}
+
+/// Says between which addresses all ranges lie. Whoever looks meanwhile may see one bound of before: either is far
+/// enough for the ranges that stay.
+fn bound(all: &[Watched]) {
+    let lowest = all.iter().map(|range| range.base.0).min();
+    let highest = all.iter().map(|range| range.base.0 + range.size.0).max();
+    LOWEST.store(lowest.unwrap_or(u64::MAX), Ordering::Release);
+    HIGHEST.store(highest.unwrap_or(0), Ordering::Release);
 }
 
 thread_local! {
-    static KERNELS: RefCell<Kernels> = RefCell::default();
     /// Why a call of this thread failed last.
     static FAILED: RefCell<Option<Error>> = const { RefCell::new(None) };
     /// While [`check`] looks: whether a call arrived.
@@ -156,7 +177,11 @@ pub fn check() -> Result<(), Error> {
     }
 }
 
+#[cfg(test)]
+use tests::next;
+
 /// The definition of a symbol behind this program's own: the driver's, or cuBLAS's.
+#[cfg(not(test))]
 fn next(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the name is a C string.
     let mut found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
@@ -219,121 +244,83 @@ impl Words {
         }
     }
 
-    /// Tells the watches; whether the work may run.
-    fn tell(self) -> bool {
+    /// Tells the watches of work on a stream. What is returned lives until the work is handed to the driver.
+    ///
+    /// # Errors
+    /// What the call returns instead: `refused` where a watch refuses.
+    fn tell(
+        self,
+        stream: impl FnOnce() -> Result<*mut c_void, u32>,
+        refused: u32,
+    ) -> Result<Told, u32> {
         if self.count == 0 || WATCHING.get() {
-            return true;
+            return Ok(Told::default());
         }
+        let stream = StreamId(stream()?.addr() as u64);
         let words = self.few[..self.count].iter().chain(&self.more);
-        tell(words.copied().map(Address))
+        tell(words.copied().map(Address), stream).ok_or(refused)
+    }
+}
+
+/// While it lives, this thread runs a watch.
+struct Watching(bool);
+
+impl Watching {
+    fn begin() -> Self {
+        Self(WATCHING.replace(true))
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        WATCHING.set(self.0);
+    }
+}
+
+/// Watches that were told of work, and are told that it is enqueued when this is dropped.
+#[derive(Default)]
+#[must_use]
+struct Told(Vec<Arc<dyn UseWatch>>);
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        if self.0.is_empty() {
+            return;
+        }
+        let _bookkeeping = Bookkeeping::begin();
+        let _watching = Watching::begin();
+        // The last of a watch's handles may go here: no lock is held.
+        self.0.drain(..).for_each(|watch| watch.enqueued());
     }
 }
 
 #[cold]
-fn tell(words: impl Iterator<Item = Address>) -> bool {
+fn tell(words: impl Iterator<Item = Address>, stream: StreamId) -> Option<Told> {
     let _bookkeeping = Bookkeeping::begin();
     let words: Vec<Address> = words.collect();
-    let all = WATCHED.read().unwrap_or_else(PoisonError::into_inner);
-    let mut told = Ok(());
-    WATCHING.set(true);
-    for watched in all.iter() {
+    let of = |watched: &Watched| {
         let is_in = |word: &&Address| word.0.wrapping_sub(watched.base.0) < watched.size.0;
         let used: Vec<Address> = words.iter().filter(is_in).copied().collect();
-        if let (false, Some(watch)) = (used.is_empty(), watched.watch.upgrade()) {
-            told = told.and_then(|()| watch.used(&used));
-        }
-    }
-    WATCHING.set(false);
-    drop(all);
-    let Err(error) = told else {
-        return true;
+        let watch = watched.watch.upgrade().filter(|_| !used.is_empty());
+        watch.map(|watch| (watch, used))
     };
-    tracing::error!(%error, "work on weights was refused");
-    FAILED.with_borrow_mut(|failed| *failed = Some(error));
-    false
+    let all = WATCHED.read().unwrap_or_else(PoisonError::into_inner);
+    let used: Vec<(Arc<dyn UseWatch>, Vec<Address>)> = all.iter().filter_map(of).collect();
+    // A watch is foreign: it may want the list for itself, or wait for who does.
+    drop(all);
+    let _watching = Watching::begin();
+    let mut told = Told::default();
+    for (watch, addresses) in used {
+        if let Err(error) = watch.used(&addresses, stream) {
+            tracing::error!(%error, "work on weights was refused");
+            FAILED.with_borrow_mut(|failed| *failed = Some(error));
+            return None;
+        }
+        told.0.push(watch);
+    }
+    Some(told)
 }
 
 fn is_idle() -> bool {
     HIGHEST.load(Ordering::Relaxed) == 0
-}
-
-type ParamInfo = unsafe extern "C" fn(*mut c_void, usize, *mut usize, *mut usize) -> u32;
-
-/// How many bytes each parameter of a kernel has.
-fn sizes_of(function: *mut c_void) -> Box<[usize]> {
-    static INFO: Upstream = Upstream::new(c"cuFuncGetParamInfo");
-    let Some(info) = INFO.get() else {
-        return Box::default();
-    };
-    // SAFETY: it is the function of this signature in cuda.h (12.4 and later).
-    let info = unsafe { std::mem::transmute::<*const c_void, ParamInfo>(info) };
-    let mut sizes = Vec::new();
-    loop {
-        let (mut offset, mut size) = (0, 0);
-        // SAFETY: the function is the one that is about to be launched; the others are writable. An index
-        // past the last parameter is refused.
-        let code = unsafe { info(function, sizes.len(), &raw mut offset, &raw mut size) };
-        if code != 0 {
-            return sizes.into();
-        }
-        sizes.push(size);
-    }
-}
-
-/// Adds the words of a kernel's parameters.
-///
-/// # Safety
-/// As of the launch: `params`, if not null, has an address of each parameter of `function`.
-unsafe fn add_parameters(words: &mut Words, function: *mut c_void, params: *mut *mut c_void) {
-    KERNELS.with_borrow_mut(|kernels| {
-        let _bookkeeping = Bookkeeping::begin();
-        let now = GENERATION.load(Ordering::Acquire);
-        if kernels.generation != now {
-            kernels.sizes.clear();
-            kernels.generation = now;
-        }
-        let sizes = kernels
-            .sizes
-            .entry(function.addr())
-            .or_insert_with(|| sizes_of(function));
-        for (index, &size) in sizes.iter().enumerate() {
-            // SAFETY: the driver knows that many parameters, and the caller gives each.
-            let param = unsafe { params.add(index).read() };
-            for word in 0..size / 8 {
-                // SAFETY: the parameter has `size` bytes; alignment is not asked for.
-                words.add(unsafe { param.cast::<u64>().add(word).read_unaligned() });
-            }
-        }
-    });
-}
-
-/// Adds the words of parameters that are passed as one buffer.
-///
-/// # Safety
-/// As of the launch: `extra` is null or a list of names and values that ends with null.
-unsafe fn add_extra(words: &mut Words, mut extra: *mut *mut c_void) {
-    const POINTER: usize = 1;
-    const SIZE: usize = 2;
-    let (mut buffer, mut size) = (std::ptr::null_mut::<c_void>(), 0);
-    while !extra.is_null() {
-        // SAFETY: the list has not ended.
-        let name = unsafe { extra.read() }.addr();
-        if name != POINTER && name != SIZE {
-            break;
-        }
-        // SAFETY: each name has a value.
-        let value = unsafe { extra.add(1).read() };
-        if name == POINTER {
-            buffer = value;
-        } else {
-            // SAFETY: the value is the address of a size.
-            size = unsafe { value.cast::<usize>().read() };
-        }
-        // SAFETY: another name, or the end, follows.
-        extra = unsafe { extra.add(2) };
-    }
-    for word in 0..size / 8 {
-        // SAFETY: the buffer has `size` bytes.
-        words.add(unsafe { buffer.cast::<u64>().add(word).read_unaligned() });
-    }
 }

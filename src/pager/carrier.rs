@@ -29,6 +29,16 @@ pub trait Carrier: fmt::Debug + Send {
     /// Whether copies run beside the work: only then is it worth asking for them early.
     fn is_beside(&self) -> bool;
 
+    /// Work is enqueued on `stream` from now on, behind all work and all copies so far: marks and arrivals are of
+    /// that stream. Nothing to do where work runs on no stream.
+    ///
+    /// # Errors
+    /// What the device says; then no work may be enqueued there.
+    fn work_on(&mut self, stream: StreamId) -> Result<(), DeviceError> {
+        let _ = stream;
+        Ok(())
+    }
+
     /// Marks what is enqueued of the work so far.
     ///
     /// # Errors
@@ -189,6 +199,14 @@ impl OnStream {
 impl Carrier for OnStream {
     fn is_beside(&self) -> bool {
         true
+    }
+
+    /// Waits for the device. The stream that is left is asked for no fence: it may be destroyed by now, or its handle
+    /// have come back for another one.
+    fn work_on(&mut self, stream: StreamId) -> Result<(), DeviceError> {
+        self.device.synchronise()?;
+        self.work = stream;
+        Ok(())
     }
 
     fn mark(&mut self, mark: u64) -> Result<(), DeviceError> {

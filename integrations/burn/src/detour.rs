@@ -13,6 +13,8 @@
 //! Rules:
 //! - patching is done under one lock, and only when no other thread can be in one of the four functions: for
 //!   the first time before cubecl has made a client, later on the runner thread of a device (see `cuda`);
+//! - calls that make a context or destroy a stream are not patched: cubecl works in the GPU's primary context, and its
+//!   streams live as long as its client;
 //! - the patches stay for good when a buffer outlives its compiler: its free must find the way.
 //!
 //! Together with `cuda` this is where the crate's unsafe code is.

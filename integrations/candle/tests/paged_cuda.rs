@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Storage, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use memory_compiler::Bytes;
 use memory_compiler_candle::{Options, Paged, PagedStats, compiler_sharing, pager};
@@ -221,6 +221,82 @@ fn threads_take_turns_with_the_same_weights() {
         assert!(output == plain);
         assert!(bits(&model.forward(&x).unwrap()) == plain);
     }
+    std::fs::remove_file(path).unwrap();
+}
+
+/// A copy of a weight has the weight's bytes on whichever stream it runs: they arrive before it there, and do not leave
+/// before it has read them.
+#[test]
+fn a_weight_that_is_copied_on_another_stream_is_there_until_it_is_copied() {
+    let Some(device) = gpu() else { return };
+    let Device::Cuda(cuda) = &device else { return };
+    let path = file("streams");
+    let pager = pager(&device, &Options::default(), Some(Bytes::mib(40))).unwrap();
+    // SAFETY: the model uses its weights by Candle's work and by copies that the hook sees, and nobody else knows the
+    // file.
+    let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
+    let model = Model::new(&paged.var_builder()).unwrap();
+    let x = input(&device, DType::F32);
+    let plain = bits(&model.forward(&x).unwrap());
+    let truth: Vec<Vec<u32>> = model.0.iter().map(|layer| bits(layer.weight())).collect();
+    let own = cuda.cuda_stream();
+    let other = own.context().new_stream().unwrap();
+    for round in 0..6 {
+        let mut copies = Vec::new();
+        for (number, layer) in model.0.iter().enumerate() {
+            // One alone, two in turn, and all on the other.
+            let is_other = match round % 3 {
+                0 => number % 2 == 0,
+                1 => number % 5 != 0,
+                _ => true,
+            };
+            let stream = if is_other { &other } else { &own };
+            let (storage, _) = layer.weight().storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else {
+                panic!("it is on the GPU");
+            };
+            let weight = storage.as_cuda_slice::<f32>().unwrap();
+            let mut copy = stream.clone_dtod(weight).unwrap();
+            // Several, so that the last ones run when others come in.
+            for _ in 0..8 {
+                stream.memcpy_dtod(weight, &mut copy).unwrap();
+            }
+            copies.push(copy);
+        }
+        // The model's own work takes their place.
+        let output = model.forward(&x).unwrap();
+        other.synchronize().unwrap();
+        own.synchronize().unwrap();
+        for (number, copy) in copies.iter().enumerate() {
+            let seen = own.clone_dtoh(copy).unwrap();
+            let seen: Vec<u32> = seen.into_iter().map(f32::to_bits).collect();
+            assert!(seen == truth[number], "round {round}, layer {number}");
+        }
+        assert!(bits(&output) == plain, "round {round}");
+    }
+    std::fs::remove_file(path).unwrap();
+}
+
+/// A thread that was told that it may use weights has not enqueued its work yet when another one uses others.
+#[test]
+fn threads_use_the_same_weights_at_once() {
+    let Some(device) = gpu() else { return };
+    let path = file("at-once");
+    let pager = pager(&device, &Options::default(), Some(Bytes::mib(40))).unwrap();
+    // SAFETY: the model uses its weights by Candle's work alone, and nobody else knows the file.
+    let paged = unsafe { Paged::open(&pager, &device, &[&path], DType::F32) }.unwrap();
+    let model = Model::new(&paged.var_builder()).unwrap();
+    let x = input(&device, DType::F32);
+    let plain = bits(&model.forward(&x).unwrap());
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                for _ in 0..4 {
+                    assert!(bits(&model.forward(&x).unwrap()) == plain);
+                }
+            });
+        }
+    });
     std::fs::remove_file(path).unwrap();
 }
 

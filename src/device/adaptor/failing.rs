@@ -177,8 +177,8 @@ impl Plan {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Failing<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, memory_source, is_capturing, check_room, host_memory, moment, elapsed,
-        copy_stream);
+        granule, is_host_memory, gpu, memory_source, check_stream, is_capturing, check_room, host_memory, moment,
+        elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))

@@ -49,7 +49,7 @@ impl<D: Device> Limiting<D> {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, reserve, unreserve, map, allow, unmap,
+        granule, is_host_memory, gpu, check_stream, reserve, unreserve, map, allow, unmap,
         synchronise, fence, wait, is_capturing, trim_pool, write, read, fill, host_memory, copy_stream,
         enqueue_copy, moment, elapsed);
 

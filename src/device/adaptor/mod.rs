@@ -81,6 +81,9 @@ macro_rules! forward {
     (@ wait $self:ident $upstream:expr) => {
         forward!(@@ wait(stream: StreamId, fence: Fence) -> Result<(), DeviceError>, $self $upstream);
     };
+    (@ check_stream $self:ident $upstream:expr) => {
+        forward!(@@ check_stream(stream: StreamId) -> Result<(), DeviceError>, $self $upstream);
+    };
     (@ is_capturing $self:ident $upstream:expr) => {
         forward!(@@ is_capturing(stream: StreamId) -> bool, $self $upstream);
     };
@@ -131,7 +134,7 @@ use forward;
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
         granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, is_capturing, trim_pool, memory, check_room, write, read, fill,
+        synchronise, fence, wait, check_stream, is_capturing, trim_pool, memory, check_room, write, read, fill,
         host_memory, copy_stream, enqueue_copy, moment, elapsed);
 }
 

@@ -419,6 +419,17 @@ impl Gpu {
         recorded.map(|()| event)
     }
 
+    /// Whether a handle may name a stream of the primary context: 0, 1 and 2 do, where that is the current one.
+    pub fn may_have(&self, stream: StreamId) -> bool {
+        if stream.0 <= 2 {
+            return true;
+        }
+        let mut context = ptr::null_mut();
+        // SAFETY: `context` is writable; the stream lives, as the caller's contract says.
+        let code = unsafe { sys::cuStreamGetCtx(raw(stream), &raw mut context) };
+        code != CUresult::CUDA_SUCCESS || context.addr() == self.context
+    }
+
     /// Whether a graph is being captured from a stream; a stream that does not say is not asked to wait.
     pub fn is_capturing(&self, stream: StreamId) -> bool {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;

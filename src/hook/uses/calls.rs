@@ -5,7 +5,8 @@
 
 use std::ffi::c_void;
 
-use super::{Upstream, Words, add_extra, add_parameters, is_idle, is_probe};
+use super::parameters::{add_extra, add_parameters};
+use super::{Upstream, Words, is_idle, is_probe};
 
 const NOT_INITIALIZED: u32 = 3;
 const INVALID_VALUE: u32 = 1;
@@ -13,15 +14,21 @@ const OUT_OF_MEMORY: u32 = 2;
 const CUBLAS_NOT_INITIALIZED: u32 = 1;
 const CUBLAS_ALLOC_FAILED: u32 = 3;
 
-/// Calls the upstream of this name and type with these arguments, after the watches were told.
+/// Calls the upstream of this name and type with these arguments, after the watches were told of work on a stream,
+/// which is asked for only then.
 macro_rules! pass {
-    ($name:literal: $kind:ty, $words:expr, $missing:expr, $refused:expr, ($($argument:expr),+ $(,)?)) => {{
+    (
+        $name:literal: $kind:ty, $words:expr, $stream:expr, $missing:expr, $refused:expr,
+        ($($argument:expr),+ $(,)?)
+    ) => {{
         static UPSTREAM: Upstream = Upstream::new($name);
-        if !is_idle() && !$words.tell() {
-            return $refused;
-        }
         let Some(call) = UPSTREAM.get() else {
             return $missing;
+        };
+        // Lives until the call has returned: the watches hear then that the work is enqueued.
+        let _told = match $words.tell($stream, $refused) {
+            Ok(told) => told,
+            Err(code) => return code,
         };
         // SAFETY: it is the function of this signature in the library's header.
         let call = unsafe { std::mem::transmute::<*const c_void, $kind>(call) };
@@ -34,6 +41,21 @@ fn words_of(addresses: impl IntoIterator<Item = u64>) -> Words {
     let mut words = Words::default();
     addresses.into_iter().for_each(|word| words.add(word));
     words
+}
+
+/// The stream on which a handle of cuBLAS enqueues its work; its code where it does not say.
+fn stream_of(handle: *mut c_void) -> Result<*mut c_void, u32> {
+    static UPSTREAM: Upstream = Upstream::new(c"cublasGetStream_v2");
+    type GetStream = unsafe extern "C" fn(*mut c_void, *mut *mut c_void) -> u32;
+    let call = UPSTREAM.get().ok_or(CUBLAS_NOT_INITIALIZED)?;
+    // SAFETY: it is the function of this signature in the library's header.
+    let call = unsafe { std::mem::transmute::<*const c_void, GetStream>(call) };
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: the handle is that of the product that is about to be enqueued; `stream` is writable.
+    match unsafe { call(handle, &raw mut stream) } {
+        0 => Ok(stream),
+        code => Err(code),
+    }
 }
 
 /// What `cuLaunchKernel` is in a program with [`page_cuda_weights!`](crate::page_cuda_weights).
@@ -57,7 +79,9 @@ pub unsafe fn launch_kernel(
     if !is_idle() {
         if !params.is_null() {
             // SAFETY: the caller keeps the contract of the driver's call.
-            unsafe { add_parameters(&mut words, function, params) };
+            if let Err(code) = unsafe { add_parameters(&mut words, function, params) } {
+                return code;
+            }
         }
         // SAFETY: the caller keeps the contract of the driver's call.
         unsafe { add_extra(&mut words, extra) };
@@ -77,7 +101,7 @@ pub unsafe fn launch_kernel(
     ) -> u32;
     let ([gx, gy, gz], [bx, by, bz]) = (grid, block);
     pass!(
-        c"cuLaunchKernel": Launch, words, NOT_INITIALIZED, OUT_OF_MEMORY,
+        c"cuLaunchKernel": Launch, words, || Ok(stream), NOT_INITIALIZED, OUT_OF_MEMORY,
         (function, gx, gy, gz, bx, by, bz, shared, stream, params, extra)
     )
 }
@@ -92,7 +116,7 @@ pub unsafe fn copy_on_device(to: u64, from: u64, size: usize, stream: *mut c_voi
     }
     type Copy = unsafe extern "C" fn(u64, u64, usize, *mut c_void) -> u32;
     pass!(
-        c"cuMemcpyDtoDAsync_v2": Copy, words_of([to, from]), NOT_INITIALIZED, OUT_OF_MEMORY,
+        c"cuMemcpyDtoDAsync_v2": Copy, words_of([to, from]), || Ok(stream), NOT_INITIALIZED, OUT_OF_MEMORY,
         (to, from, size, stream)
     )
 }
@@ -107,7 +131,7 @@ pub unsafe fn copy_to_host(to: *mut c_void, from: u64, size: usize, stream: *mut
     }
     type Copy = unsafe extern "C" fn(*mut c_void, u64, usize, *mut c_void) -> u32;
     pass!(
-        c"cuMemcpyDtoHAsync_v2": Copy, words_of([from]), NOT_INITIALIZED, OUT_OF_MEMORY,
+        c"cuMemcpyDtoHAsync_v2": Copy, words_of([from]), || Ok(stream), NOT_INITIALIZED, OUT_OF_MEMORY,
         (to, from, size, stream)
     )
 }
@@ -176,7 +200,8 @@ pub unsafe fn gemm(g: Gemm) -> u32 {
     let ([ta, tb], [m, n, k]) = (g.transposes, g.sizes);
     let words = words_of([g.a.addr(), g.b.addr(), g.c.addr()].map(|address| address as u64));
     pass!(
-        c"cublasGemmStridedBatchedEx": Call, words, CUBLAS_NOT_INITIALIZED, CUBLAS_ALLOC_FAILED,
+        c"cublasGemmStridedBatchedEx": Call, words, || stream_of(g.handle), CUBLAS_NOT_INITIALIZED,
+        CUBLAS_ALLOC_FAILED,
         (
             g.handle, ta, tb, m, n, k, g.alpha, g.a, g.a_type, g.lda, g.stride_a, g.b, g.b_type, g.ldb,
             g.stride_b, g.beta, g.c, g.c_type, g.ldc, g.stride_c, g.batch_count, g.compute_type,
@@ -217,7 +242,8 @@ pub unsafe fn gemm_f64(g: Gemm) -> u32 {
     let ([ta, tb], [m, n, k]) = (g.transposes, g.sizes);
     let words = words_of([g.a.addr(), g.b.addr(), g.c.addr()].map(|address| address as u64));
     pass!(
-        c"cublasDgemmStridedBatched": Call, words, CUBLAS_NOT_INITIALIZED, CUBLAS_ALLOC_FAILED,
+        c"cublasDgemmStridedBatched": Call, words, || stream_of(g.handle), CUBLAS_NOT_INITIALIZED,
+        CUBLAS_ALLOC_FAILED,
         (
             g.handle, ta, tb, m, n, k, g.alpha, g.a, g.lda, g.stride_a, g.b, g.ldb, g.stride_b, g.beta, g.c,
             g.ldc, g.stride_c, g.batch_count

@@ -46,7 +46,7 @@ use super::carrier::Carrier;
 use super::clock::{Clock, Round};
 use super::{Part, WeightRange};
 use crate::bookkeeping::Bookkeeping;
-use crate::device::{Call, DeviceError};
+use crate::device::{Call, DeviceError, StreamId};
 use crate::error::Error;
 use crate::units::{Address, Bytes};
 
@@ -223,6 +223,19 @@ impl Ahead {
             number,
             of: self.id,
         })
+    }
+
+    /// Says that work is enqueued on `stream` from now on, or on this thread where a stream's handle means another one
+    /// on each: it comes behind all work and copies so far, and waits for copies there. To be called whenever the
+    /// stream is another one than before, also one whose handle has come back after it was destroyed; costs a wait for
+    /// the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the device cannot be waited for, or a copy failed: then nothing may be enqueued there.
+    pub fn work_on(&mut self, stream: StreamId) -> Result<(), Error> {
+        let _bookkeeping = Bookkeeping::begin();
+        self.wait(|carrier| carrier.work_on(stream))
+            .map_err(refused(Call::Synchronise))
     }
 
     fn pages_of(&self, group: Group) -> &[u32] {

@@ -8,10 +8,15 @@
 //! ```
 //!
 //! A weight stays where it is entered until work on another group is enqueued: then what is enqueued so far is
-//! all that used it. Where another thread uses weights than before, the device is waited for once.
+//! all that used it. From the moment when a thread is told that it may use weights until its work is enqueued,
+//! another thread that uses weights waits: what leaves would not be behind that work.
+//!
+//! Copies and work are ordered on the stream of the work, whichever call enqueues it. Where another stream uses
+//! weights than before, the device is waited for once: another handle, another thread, since a handle may name a
+//! stream of each thread, and the same handle after any stream was destroyed, since it may have come back.
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::ThreadId;
 
 use candle_core::cuda_backend::cudarc::cublas;
@@ -21,8 +26,9 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, WithDType, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::SimpleBackend;
-use memory_compiler::device::{Call, Device as GpuMemory, HostMemory, StreamId};
-use memory_compiler::hook::uses::{self, UseWatch, watch_uses};
+use memory_compiler::device::{Call, DeviceError, HostMemory, StreamId};
+use memory_compiler::hook::cuda as streams;
+use memory_compiler::hook::uses::{self, UseWatch, forget_dropped, watch_uses};
 use memory_compiler::hook::weights::SliceRange;
 use memory_compiler::pager::{Ahead, AheadStats, Group, OnStream, Pager};
 use memory_compiler::{ALIGNMENT, Address, Bytes, Error};
@@ -47,6 +53,8 @@ pub(super) struct Inner {
     /// Held while a tensor is made, so that each is made once. Before `books`.
     loading: Mutex<()>,
     books: Mutex<Books>,
+    /// Told when `Books::enqueuing` becomes `None`.
+    enqueued: Condvar,
 }
 
 struct Weight {
@@ -63,6 +71,8 @@ struct Books {
     used: Bytes,
     tensors: HashMap<(String, DType), Tensor>,
     phase: Phase,
+    /// The thread that may use weights and has not enqueued its work yet, and how often it was told so.
+    enqueuing: Option<(ThreadId, u32)>,
 }
 
 #[derive(Default)]
@@ -81,21 +91,39 @@ struct Running {
     /// Of each weight.
     group_of: Vec<Group>,
     active: BTreeSet<Group>,
-    /// Who used weights last: Candle's usual stream is another one on each thread.
+    /// Who used weights last.
+    last: User,
+}
+
+/// A stream of work, as far as a thread can tell it from others.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct User {
+    stream: StreamId,
+    /// Candle's usual stream is another one on each thread.
     thread: ThreadId,
+    /// Streams that were destroyed so far: later on the handle may be another one's.
+    destroyed: u64,
+}
+
+impl User {
+    /// Whoever enqueues on a stream now, on this thread.
+    fn of(stream: StreamId) -> Self {
+        Self {
+            stream,
+            thread: std::thread::current().id(),
+            destroyed: streams::streams_destroyed(),
+        }
+    }
 }
 
 impl Running {
-    /// Has this thread go on where another one used weights last: fences and copies are in order with the
-    /// stream of the thread that asks for them, and with no other one's.
-    fn come_here(&mut self, device: &dyn GpuMemory) -> std::result::Result<(), Error> {
-        let here = std::thread::current().id();
-        if self.thread != here {
-            device.synchronise().map_err(|source| Error::Device {
-                call: Call::Synchronise,
-                source,
-            })?;
-            self.thread = here;
+    /// Has work on a stream go on where another one used weights last: fences and copies are in order with the
+    /// stream that they are asked for, and with no other one.
+    fn come_to(&mut self, stream: StreamId) -> std::result::Result<(), Error> {
+        let user = User::of(stream);
+        if self.last != user {
+            self.ahead.work_on(stream)?;
+            self.last = user;
         }
         Ok(())
     }
@@ -162,6 +190,7 @@ impl Inner {
             memory: SliceRange::new(range).map_err(wrap)?,
             loading: Mutex::default(),
             books: Mutex::default(),
+            enqueued: Condvar::new(),
         });
         let watch: Weak<Self> = Arc::downgrade(&inner);
         let range = inner.memory.range();
@@ -171,6 +200,17 @@ impl Inner {
 
     fn lock(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The same once no other thread is about to enqueue work on weights.
+    fn lock_behind_work(&self) -> MutexGuard<'_, Books> {
+        let here = std::thread::current().id();
+        let is_elsewhere = |books: &mut Books| {
+            let thread = books.enqueuing.map(|(thread, _)| thread);
+            thread.is_some_and(|thread| thread != here)
+        };
+        let waited = self.enqueued.wait_while(self.lock(), is_elsewhere);
+        waited.unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn stats(&self) -> PagedStats {
@@ -192,14 +232,15 @@ impl Inner {
     }
 
     pub fn rest(&self) {
-        let mut books = self.lock();
+        let mut books = self.lock_behind_work();
         let Phase::Running(running) = &mut books.phase else {
             return;
         };
         if running.active.is_empty() {
             return;
         }
-        if let Err(error) = running.come_here(&**self.pager.device()) {
+        // The stream of the last work may be destroyed by now; this one is the device's, which lives.
+        if let Err(error) = running.come_to(self.stream) {
             // They stay until work of this model needs other ones.
             tracing::warn!(%error, "no weights rest");
             return;
@@ -345,22 +386,64 @@ impl Inner {
             ahead,
             group_of: group_of.into_iter().flatten().collect(),
             active: BTreeSet::new(),
-            thread: std::thread::current().id(),
+            last: User::of(self.stream),
         })
     }
 }
 
 impl UseWatch for Inner {
-    fn used(&self, addresses: &[Address]) -> std::result::Result<(), Error> {
+    fn used(&self, addresses: &[Address], stream: StreamId) -> std::result::Result<(), Error> {
+        let mut books = self.lock_behind_work();
+        self.bring(&mut books, addresses, stream)?;
+        let (thread, times) = books.enqueuing.unwrap_or((std::thread::current().id(), 0));
+        books.enqueuing = Some((thread, times + 1));
+        Ok(())
+    }
+
+    fn enqueued(&self) {
         let mut books = self.lock();
-        self.run(&mut books)?;
-        let Books { weights, phase, .. } = &mut *books;
+        let left = books.enqueuing.filter(|&(_, times)| times > 1);
+        books.enqueuing = left.map(|(thread, times)| (thread, times - 1));
+        if books.enqueuing.is_none() {
+            drop(books);
+            self.enqueued.notify_all();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        forget_dropped();
+    }
+}
+
+impl Inner {
+    /// Makes the weights at these addresses be in memory for the work that comes next on a stream.
+    fn bring(
+        &self,
+        books: &mut Books,
+        addresses: &[Address],
+        stream: StreamId,
+    ) -> std::result::Result<(), Error> {
+        self.run(books)?;
+        let Books { weights, phase, .. } = books;
         let running = match phase {
             Phase::Running(running) => running,
             Phase::Failed(error) => return Err(error.clone()),
             // What looks like an address is none: there are no weights.
             Phase::Empty | Phase::Loading(_) => return Ok(()),
         };
+        let gpu = self.pager.device().gpu();
+        if !gpu.is_none_or(|gpu| streams::is_of_context(stream, gpu.context)) {
+            // No fence of the GPU's own context would be one of this stream.
+            return Err(Error::Device {
+                call: Call::Wait,
+                source: DeviceError::Invalid {
+                    call: Call::Wait,
+                    reason: "weights are used on streams of the GPU's primary context",
+                },
+            });
+        }
         let base = self.memory.range().base().0;
         let mut needed = BTreeSet::new();
         for address in addresses {
@@ -371,7 +454,7 @@ impl UseWatch for Inner {
                 weight.filter(|&weight| offset < weights[weight].offset.0 + weights[weight].size.0);
             needed.extend(inside.map(|weight| running.group_of[weight]));
         }
-        running.come_here(&**self.pager.device())?;
+        running.come_to(stream)?;
         if needed.is_subset(&running.active) {
             return Ok(());
         }
