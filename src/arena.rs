@@ -8,7 +8,9 @@
 //! frames incomplete, a failed call may; [`Arena::complete`] makes one whole again under the same
 //! virtual pages, so that recorded addresses stay true.
 //!
-//! Where pages come from, and what is done when they are short, is in `supply`.
+//! What could not be had whatever is given up for it is refused before it is planned, what the device has not before
+//! its first page is created: nobody pays for an absurd request, in time or in memory. Where pages come from, and
+//! what is done when they are short, is in `supply`.
 //!
 //! May import: layers 0, 2 (`placer`), 3, `pages`, `budget`, `accounts`.
 
@@ -105,7 +107,8 @@ impl Arena {
         let page_units = u32::try_from(granule.0 / ALIGNMENT.0).expect("a granule is below 2 TiB");
         // Places are counted in 32-bit units: 2 TiB of addresses.
         let most = u64::from(u32::MAX / page_units) * granule.0;
-        let mut size = address_space.min(Bytes(most));
+        let wanted = address_space.min(Bytes(most));
+        let mut size = wanted;
         let (pages, page_count) = loop {
             let page_count = (size.0 / granule.0) as u32;
             let whole = Bytes(u64::from(page_count) * granule.0);
@@ -126,9 +129,9 @@ impl Arena {
                 }
             }
         };
-        if size < address_space {
+        if size < wanted {
             let reserved = pages.reserved;
-            tracing::warn!(asked = %address_space, %reserved, "fewer addresses than Options::address_space");
+            tracing::warn!(%wanted, %reserved, "fewer addresses than Options::address_space");
         }
         Ok(Self {
             placer: Placer::new(page_units, page_count),

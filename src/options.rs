@@ -44,8 +44,8 @@ pub struct Options {
     /// [`Compiler::compile`](crate::Compiler::compile) does; `None` for only when that is called.
     pub compile_after: Option<u32>,
     /// Addresses to reserve, half of them for buffers that outlive their step; 2 TiB at most, also
-    /// when this is more. They cost no memory;
-    /// make it smaller where the system refuses (`ulimit -v`, valgrind).
+    /// when this is more. They cost no memory. Where the system refuses so many (`ulimit -v`, valgrind), half of them
+    /// are reserved, or half again, but not less than 1 GiB.
     pub address_space: Bytes,
     /// What the hashes of states are keyed with; `None` for a random key, so that no program can be made to
     /// confuse two states. For runs that are to be the same, bit for bit of their books.

@@ -111,13 +111,14 @@ fn a_free_between_two_compilers_ranges_costs_what_one_elsewhere_does() {
     let (many_elsewhere, many_here) = (among_threads(below), among_threads(between[5]));
     println!("elsewhere {elsewhere:.2} ns, between {here:.2} ns");
     println!("four threads: elsewhere {many_elsewhere:.2} ns, between {many_here:.2} ns");
+    // In units of the other, which has the same clock. Under a lock it was 43, and three times as much on four threads.
     assert!(
-        here < elsewhere + 12.0,
+        here < 30.0 * elsewhere,
         "{here:.2} ns between, {elsewhere:.2} ns elsewhere"
     );
     assert!(
-        many_here < 2.0 * many_elsewhere + 30.0,
-        "{many_here:.2} ns between, {many_elsewhere:.2} ns elsewhere, on four threads"
+        many_here < 2.5 * here,
+        "{many_here:.2} ns on four threads, {here:.2} ns on one"
     );
 
     // What a compiler had is foreign once it is gone.

@@ -246,6 +246,24 @@ fn weights_larger_than_the_machine_stream_and_commit_nothing() {
 }
 
 #[test]
+fn weights_that_the_device_has_not_stream_without_a_look_at_each_page() {
+    let _alone = alone();
+    let device = limited(PAGE, Bytes::mib(64));
+    let pager = Pager::new(device.clone(), None).expect("a pager");
+    let size = Bytes::gib(4);
+    let weights = pager.range(size).expect("addresses");
+    let _few = weights.pin(Bytes::ZERO, Bytes::mib(32), Stamp::NEVER);
+    let created = device.calls(Call::Create);
+    let (time, pinned) = fastest(|| weights.pin(Bytes::ZERO, size, Stamp::NEVER));
+    assert!(matches!(pinned, Ok(Pin::Stream)), "{pinned:?}");
+    assert!(time < FAST, "{time:?}");
+    assert_eq!(device.calls(Call::Create), created);
+    // What fits once others leave still does.
+    let rest = weights.pin(Bytes::mib(32), Bytes::mib(32), Stamp::NEVER);
+    assert!(matches!(rest, Ok(Pin::Resident(_))), "{rest:?}");
+}
+
+#[test]
 fn the_books_of_a_range_are_no_larger_than_the_machine_either() {
     let _alone = alone();
     let device = whole_machine(PAGE);

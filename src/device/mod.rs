@@ -17,7 +17,7 @@
 //! `Host` needs Linux (`memfd_create`, `fallocate`); elsewhere the crate builds without it, and the
 //! trait and the adaptors remain.
 //!
-//! May import: `units`, `device_error`, `options` for what a granule may be.
+//! May import: `units`, `device_error`, `bookkeeping`, `options` for what a granule may be.
 
 pub mod adaptor;
 #[cfg(feature = "cuda")]

@@ -29,7 +29,7 @@ use super::range::{Range, Slot};
 use super::{PageOut, PagerStats, Residency, Stamp};
 use crate::accounts::Owner;
 use crate::budget::Budget;
-use crate::device::{Device, PageId};
+use crate::device::{Device, DeviceError, PageId};
 use crate::pages::{Pages, Refused};
 use crate::units::{Address, Bytes};
 
@@ -163,6 +163,10 @@ impl Books {
         beyond: bool,
     ) -> Result<Option<Brought>, Refused> {
         let returns = self.budget.returns();
+        if self.is_hopeless(id, pages.len()) {
+            self.stats.streamed += 1;
+            return Ok(None);
+        }
         let range = self.range(id);
         if range.seen_returns != returns {
             range.seen_returns = returns;
@@ -220,6 +224,21 @@ impl Books {
             stamp: Stamp(stamp),
             stale,
         }))
+    }
+
+    /// Whether so many pages cannot be in at once whatever leaves for them, as far as that can be told without
+    /// looking at each.
+    fn is_hopeless(&mut self, id: u64, count: usize) -> bool {
+        let whole = self.budget.outermost();
+        let (limit, used) = (whole.limit(), whole.used());
+        let pages = &self.range(id).pages;
+        let size = Bytes((count as u64).saturating_mul(pages.granule.0));
+        let more = size.saturating_sub(used);
+        let is_refused = || {
+            let room = pages.device.check_room(more);
+            matches!(room, Err(DeviceError::OutOfMemory { .. }))
+        };
+        size > limit || more > Bytes::ZERO && is_refused()
     }
 
     /// Makes pages that are used together resident and pins them, whatever unpinned page has to go for it:

@@ -6,8 +6,6 @@
 //!        └─> levels: /sys/fs/cgroup/a/b, /sys/fs/cgroup/a, /sys/fs/cgroup     each may be the tightest
 //! ```
 //!
-//! Reading allocates nothing of more than a few hundred bytes, so that it may be done where a device is locked.
-//!
 //! May import: `units`.
 
 use std::fs::File;

@@ -11,13 +11,14 @@
 //! here first. Others take memory too; the nearer the end, the oftener the system is asked again, at the end each
 //! time.
 //!
-//! May import: `device_error`, `units`, `host/cgroup`, `host/os`.
+//! May import: `bookkeeping`, `device_error`, `units`, `host/cgroup`, `host/os`.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::cgroup::{Groups, read};
 use super::os;
+use crate::bookkeeping::Bookkeeping;
 use crate::device_error::{DeviceError, MemoryInfo};
 use crate::units::Bytes;
 
@@ -66,6 +67,8 @@ impl Limits {
 
     /// What is free now and what there is at most, both by the tightest limit.
     pub(super) fn look(&mut self) -> Result<MemoryInfo, os::Errno> {
+        // A device is locked here: it may not be asked for the memory of what is read.
+        let _bookkeeping = Bookkeeping::begin();
         let (of_machine, available) = match meminfo(&self.meminfo) {
             Some(info) => (info, info.free),
             None => {
