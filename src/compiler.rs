@@ -29,6 +29,10 @@ use crate::watch;
 ///
 /// Dropping it leaves the buffers that are still live valid; the memory goes back to the device with
 /// the last of them.
+///
+/// Between steps its idle pages serve steps of other compilers on the same device, or within the same pager's
+/// budget, before those are told that there is no memory: its next step then maps pages under its addresses
+/// again, and counts the calls. A pinned layout lends nothing.
 #[derive(Debug)]
 pub struct Compiler {
     /// Has the engine, but while a step is active.

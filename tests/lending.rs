@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use memory_compiler::device::adaptor::{Failing, Repeat};
 use memory_compiler::device::{Call, DeviceError, Host, MemoryInfo};
-use memory_compiler::pager::{Pager, Pin, Stamp};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Step};
+use memory_compiler::pager::{Ahead, AtOnce, Pager, Pin, Stamp};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Remedy, Step};
 
 use reference::devices::{CountingHost, Pattern, limited_host};
 use reference::pair::on_thread;
@@ -284,6 +284,26 @@ fn weights_that_must_be_in_at_once_get_idle_pages_and_others_stream() {
     drop(pinned);
     let again = run(&device, &mut a, 12).expect("weights leave again");
     assert_eq!((again.at, again.breaks), (first.at, 0));
+    assert!(device.books().held_peak <= pages(SIZE));
+}
+
+#[test]
+fn weights_that_come_in_ahead_get_idle_pages_before_they_are_refused() {
+    let device = limited_host(pages(1), pages(1_000));
+    let pager = Pager::new(device.clone(), Some(pages(SIZE))).expect("a pager");
+    let mut a = Compiler::with_pager(&pager, options()).expect("a compiler");
+    run(&device, &mut a, 12).expect("there are 16");
+    let range = pager.range(pages(17)).expect("addresses");
+    let mut ahead = Ahead::new(range, Box::new(AtOnce::new(|_| Ok(()))));
+    let fits = ahead.group([(Bytes::ZERO, pages(9))]).expect("inside");
+    let never = ahead.group([(Bytes::ZERO, pages(17))]).expect("inside");
+    ahead.enter(fits).expect("a idles with 12 of 16");
+    assert_eq!(a.stats().held, pages(7));
+    ahead.leave(fits);
+    let Err(Error::WeightBudget(short)) = ahead.enter(never) else {
+        panic!("17 of 16");
+    };
+    assert_eq!(short.remedy, Remedy::Budget(pages(17)));
     assert!(device.books().held_peak <= pages(SIZE));
 }
 
