@@ -18,7 +18,7 @@
 //! May import: `units`, `bookkeeping`, `device`, `device/fork`, `budget`.
 
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,8 @@ static ACCOUNTS: Mutex<Vec<Weak<Account>>> = Mutex::new(Vec::new());
 
 /// Held by whoever takes pages for the second time, because others were after the same ones.
 static TURN: Mutex<()> = Mutex::new(());
+/// How many have a turn or wait for one.
+static WANTED: AtomicUsize = AtomicUsize::new(0);
 
 /// What the pages of an account are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,7 +200,29 @@ pub(crate) fn lock_soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// One after the other, as long as that does not take long.
-pub(crate) fn turn() -> Option<MutexGuard<'static, ()>> {
-    lock_soon(&TURN)
+/// While it lives, others who want pages wait, as long as that does not take long.
+pub(crate) struct Turn(#[expect(dead_code, reason = "it is held")] MutexGuard<'static, ()>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        WANTED.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Waits for a turn.
+pub(crate) fn turn() -> Option<Turn> {
+    WANTED.fetch_add(1, Ordering::AcqRel);
+    let turn = lock_soon(&TURN).map(Turn);
+    if turn.is_none() {
+        WANTED.fetch_sub(1, Ordering::AcqRel);
+    }
+    turn
+}
+
+/// The same where somebody has one or waits for it.
+pub(crate) fn turn_if_wanted() -> Option<Turn> {
+    if WANTED.load(Ordering::Acquire) == 0 {
+        return None;
+    }
+    turn()
 }

@@ -31,6 +31,10 @@ use crate::watch;
 /// Dropping it leaves the buffers that are still live valid; the memory goes back to the device with
 /// the last of them.
 ///
+/// Between steps its idle pages serve steps of other compilers on the same device, or within the same pager's
+/// budget, before those are told that there is no memory: its next step then maps pages under its addresses
+/// again, and counts the calls. A pinned layout lends nothing.
+///
 /// In a forked child of the process that made it, everything but its drop is refused ([`Error::Forked`]), numbers
 /// are zero, and buffers that were live at the fork may be read, written to as copies, and dropped; nothing of
 /// that reaches the parent. A child may make a device and a compiler of its own.

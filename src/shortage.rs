@@ -30,7 +30,7 @@ pub struct Shortage {
     pub live: Bytes,
     /// Physical bytes that other compilers own and need: in a step, under live buffers, or pinned.
     pub other_compilers: Bytes,
-    /// Physical bytes of weights that may not leave.
+    /// Physical bytes of weights that may not leave for it: pinned ones, or another pager's.
     pub weights: Bytes,
     /// Bytes of the device that are used and none of this library's. Zero for a budget, which is nobody else's.
     pub elsewhere: Bytes,

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use memory_compiler::device::adaptor::{Failing, Repeat};
 use memory_compiler::device::{Call, DeviceError, Host, MemoryInfo};
-use memory_compiler::pager::{Pager, Pin, Stamp};
-use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Step};
+use memory_compiler::pager::{Ahead, AtOnce, Pager, Pin, Stamp};
+use memory_compiler::{Address, Allocation, Bytes, Compiler, Error, Options, Remedy, Step};
 
 use reference::devices::{CountingHost, Pattern, limited_host};
 use reference::pair::on_thread;
@@ -288,6 +288,26 @@ fn weights_that_must_be_in_at_once_get_idle_pages_and_others_stream() {
 }
 
 #[test]
+fn weights_that_come_in_ahead_get_idle_pages_before_they_are_refused() {
+    let device = limited_host(pages(1), pages(1_000));
+    let pager = Pager::new(device.clone(), Some(pages(SIZE))).expect("a pager");
+    let mut a = Compiler::with_pager(&pager, options()).expect("a compiler");
+    run(&device, &mut a, 12).expect("there are 16");
+    let range = pager.range(pages(17)).expect("addresses");
+    let mut ahead = Ahead::new(range, Box::new(AtOnce::new(|_| Ok(()))));
+    let fits = ahead.group([(Bytes::ZERO, pages(9))]).expect("inside");
+    let never = ahead.group([(Bytes::ZERO, pages(17))]).expect("inside");
+    ahead.enter(fits).expect("a idles with 12 of 16");
+    assert_eq!(a.stats().held, pages(7));
+    ahead.leave(fits);
+    let Err(Error::WeightBudget(short)) = ahead.enter(never) else {
+        panic!("17 of 16");
+    };
+    assert_eq!(short.remedy, Remedy::Budget(pages(17)));
+    assert!(device.books().held_peak <= pages(SIZE));
+}
+
+#[test]
 fn each_call_of_a_loan_may_fail_and_nothing_is_lost() {
     for call in [
         Call::Unmap,
@@ -394,6 +414,8 @@ struct Tally {
     steps: AtomicU64,
     refused: AtomicU64,
     kept: AtomicU64,
+    /// Whether a budget is what is short.
+    is_budget: bool,
 }
 
 /// Random steps of one compiler beside others; every error is one of memory, and its numbers can be.
@@ -419,7 +441,12 @@ fn program(device: &CountingHost, mut compiler: Compiler, limit: u64, seed: u64,
                     pattern.write(&**device, at.0);
                     live.push((at, pattern));
                 }
-                Err(Error::OutOfMemory(short) | Error::OverBudget(short)) => {
+                Err(error @ (Error::OutOfMemory(_) | Error::OverBudget(_))) => {
+                    let is_budget = matches!(error, Error::OverBudget(_));
+                    assert_eq!(is_budget, tally.is_budget, "{error}");
+                    let (Error::OutOfMemory(short) | Error::OverBudget(short)) = error else {
+                        unreachable!()
+                    };
                     tally.refused.fetch_add(1, Ordering::Relaxed);
                     let own = live
                         .iter()
@@ -500,7 +527,6 @@ fn eight_threads_with_a_compiler_each_share_a_small_device() {
                         .spawn(move || program(device, compiler, 24, seed * 8 + thread + 1, tally));
                 }
             });
-            assert!(device.books().held_peak <= pages(24));
             assert!(device.is_empty());
         }
         println!("{tally:?}");
@@ -514,9 +540,13 @@ fn eight_threads_with_a_compiler_each_share_a_small_device() {
 #[test]
 fn eight_threads_with_a_compiler_each_share_a_small_budget_with_weights() {
     in_time(|| {
-        let tally = Tally::default();
+        let tally = Tally {
+            is_budget: true,
+            ..Tally::default()
+        };
         for seed in 0..4 {
-            let device = limited_host(pages(1), pages(1_000));
+            // It has no page more: were the budget exceeded for a moment, it would refuse one.
+            let device = limited_host(pages(1), pages(24));
             let pager = Pager::new(device.clone(), Some(pages(24))).expect("a pager");
             let range = pager.range(pages(24)).expect("addresses");
             std::thread::scope(|scope| {
@@ -543,7 +573,6 @@ fn eight_threads_with_a_compiler_each_share_a_small_budget_with_weights() {
             });
             drop(range);
             drop(pager);
-            assert!(device.books().held_peak <= pages(24));
             assert!(device.is_empty());
         }
         println!("{tally:?}");

@@ -10,11 +10,13 @@
 //! ```
 //!
 //! Two who are short at once may each have taken what the other one needs. So who fails although there is enough
-//! once it gave back what it had tries again, one after the other.
+//! once it gave back what it had tries again, one after the other, and who comes new waits for that.
 //!
 //! Invariant: who gives pages up here asks nobody for any ([`Arena::lend`]).
 //!
 //! May import: what `arena` may.
+
+use std::time::Duration;
 
 use super::{Arena, Refusal};
 use crate::accounts::{self, Of};
@@ -25,7 +27,9 @@ use crate::shortage::{Remedy, Shortage};
 use crate::units::{ALIGNMENT, Bytes};
 
 /// How often pages are tried for again that others had taken for a while.
-const TRIES: usize = 16;
+const TRIES: u32 = 16;
+/// How much longer is waited before each of these.
+const PAUSE: Duration = Duration::from_micros(50);
 /// That no page can be created.
 fn no_room(info: MemoryInfo) -> Refused {
     Refused::Device {
@@ -45,17 +49,23 @@ impl Arena {
         more: usize,
         keep: &[u32],
     ) -> Result<Vec<PageId>, Refusal> {
+        let mut turn = accounts::turn_if_wanted();
         let mut taken = self.try_take(count, more, keep);
-        for _ in 0..TRIES {
+        for tries in 0..TRIES {
             let of = match &taken {
                 Err(Refusal::OverBudget(short)) if short.free >= short.needed => Of::Budget,
                 Err(Refusal::OutOfMemory(short)) if short.free >= short.needed => Of::Memory,
                 _ => break,
             };
-            if self.account().is_alone(of) {
+            // Others may have gone since; once more is enough then.
+            if tries > 0 && self.account().is_alone(of) {
                 break;
             }
-            let _turn = accounts::turn();
+            if turn.is_none() {
+                turn = accounts::turn();
+            }
+            // Who had begun before this turn ends meanwhile.
+            std::thread::sleep(PAUSE * tries);
             taken = self.try_take(count, more, keep);
         }
         taken
