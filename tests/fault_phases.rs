@@ -308,10 +308,13 @@ fn fails(
         world.free_all();
     }
     let is_left = !device.is_empty();
-    // Only a device that refuses to take things back while the compiler goes keeps them.
+    // Only a device that refuses to take things back while the compiler goes, or to be waited for, keeps them.
     let may_keep = phase == Phase::Drop
         && *repeat != Repeat::Once
-        && matches!(call, Call::Unmap | Call::Release | Call::Unreserve)
+        && matches!(
+            call,
+            Call::Unmap | Call::Release | Call::Unreserve | Call::Synchronise
+        )
         && failures > 0;
     assert!(!is_left || may_keep, "{} left {:?}", what(), device.books());
     if is_left {
