@@ -116,10 +116,8 @@ mod host_alone {
         let mut seen = String::new();
         reader.read_to_string(&mut seen).unwrap();
         // SAFETY: null is for a status that nobody wants.
-        assert_eq!(
-            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-            child
-        );
+        let ended = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(ended, child);
         // Two of its own in one mapping, one that is not allowed, and addresses without memory.
         assert_eq!(seen, "rw-p ---s ---p");
         let rights = kernel_mappings(base, times(SMALL, 4)).remove(0).0;
