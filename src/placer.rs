@@ -81,6 +81,8 @@ struct Frame {
     mentions: u32,
     space: usize,
     stamp: u64,
+    /// The number of its page: those of neighbours follow one another.
+    order: u64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -92,6 +94,8 @@ struct SpaceBooks {
     frame_of: Vec<u32>,
     /// Frames with no used unit.
     free: BitSet,
+    /// The same by the order of their pages.
+    in_order: BTreeSet<(u64, u32)>,
     /// Gaps of partly used frames: `(len, frame, start)`.
     gaps: BTreeSet<(Units, u32, Units)>,
     /// Windows that were used and are not, by page count and start. Buffers in other windows over the
@@ -101,6 +105,18 @@ struct SpaceBooks {
     holes: BTreeSet<(u32, u32)>,
     /// Pages at which the windows are worth looking through.
     crowded_at: u32,
+}
+
+impl SpaceBooks {
+    fn add_free(&mut self, number: u32, order: u64) {
+        self.free.insert(number);
+        self.in_order.insert((order, number));
+    }
+
+    fn remove_free(&mut self, number: u32, order: u64) {
+        self.free.remove(number);
+        self.in_order.remove(&(order, number));
+    }
 }
 
 /// Windows that are tried, as long or longer and then shorter, before new virtual pages are taken.
@@ -165,6 +181,11 @@ impl Placer {
         })
     }
 
+    /// Most virtual pages that the step's space may have.
+    pub fn step_limit(&self) -> u64 {
+        u64::from(self.spaces[Space::Step as usize].page_limit)
+    }
+
     /// The space that a virtual page belongs to.
     pub fn space_of(&self, page: u32) -> Space {
         if page >= self.spaces[1].first_page {
@@ -182,6 +203,24 @@ impl Placer {
             .get((page - space.first_page) as usize)
             .copied()
             .unwrap_or(NO_FRAME)
+    }
+
+    /// A frame has a page with this number.
+    pub fn set_order(&mut self, frame: u32, order: u64) {
+        let old = std::mem::replace(&mut self.frames[frame as usize].order, order);
+        let books = &mut self.spaces[self.frames[frame as usize].space];
+        if books.in_order.remove(&(old, frame)) {
+            books.in_order.insert((order, frame));
+        }
+    }
+
+    /// Mappings that the window of a place is, if no neighbour is one with it.
+    pub fn mapping_count(&self, place: Place) -> u64 {
+        let orders = self
+            .pieces(place)
+            .filter(|&(frame, ..)| frame != NO_FRAME)
+            .map(|(frame, ..)| self.frames[frame as usize].order);
+        row_count(orders)
     }
 
     /// The virtual pages over a frame.
@@ -273,7 +312,7 @@ impl Placer {
         let frame = &mut self.frames[number as usize];
         let space = &mut self.spaces[frame.space];
         if frame.used == 0 {
-            space.free.remove(number);
+            space.remove_free(number, frame.order);
             if len < self.page_units {
                 for (gap, gap_len) in [(0, start), (start + len, self.page_units - start - len)] {
                     if gap_len > 0 {
@@ -308,7 +347,7 @@ impl Placer {
             for (gap, gap_len) in frame.gaps.drain(..) {
                 space.gaps.remove(&(gap_len, number, gap));
             }
-            space.free.insert(number);
+            space.add_free(number, frame.order);
             return;
         }
         let at = frame.gaps.partition_point(|&(gap, _)| gap < start);
@@ -407,17 +446,13 @@ impl Placer {
             }
         };
         let mut maps = Vec::with_capacity((count - tail) as usize);
-        let mut next = 0;
+        // In the order of their pages, so that neighbours stay neighbours.
+        let free = self.spaces[space as usize].in_order.iter();
+        let mut free = free.filter(|&&(_, frame)| self.frames[frame as usize].stamp != self.epoch);
         for page in page + tail..page + count {
-            let books = &self.spaces[space as usize];
-            let mut source = Source::New;
-            while let Some(frame) = books.free.next(next) {
-                next = frame + 1;
-                if self.frames[frame as usize].stamp != self.epoch {
-                    source = Source::Frame(frame);
-                    break;
-                }
-            }
+            let source = free
+                .next()
+                .map_or(Source::New, |&(_, frame)| Source::Frame(frame));
             maps.push((page, source));
         }
         plan(page, self.page_units, maps)
@@ -525,7 +560,7 @@ impl Placer {
                         self.frame_count() - 1
                     });
                     self.frames[frame as usize].space = index;
-                    self.spaces[index].free.insert(frame);
+                    self.spaces[index].add_free(frame, self.frames[frame as usize].order);
                     frame
                 }
             };
@@ -548,7 +583,7 @@ impl Placer {
     pub fn retire(&mut self, frame: u32) {
         let books = &mut self.spaces[self.frames[frame as usize].space];
         debug_assert!(books.free.contains(frame) && self.frames[frame as usize].mentions == 0);
-        books.free.remove(frame);
+        books.remove_free(frame, self.frames[frame as usize].order);
         for page in std::mem::take(&mut self.frames[frame as usize].aliases) {
             books.frame_of[(page - books.first_page) as usize] = NO_FRAME;
             // Windows over it are windows no more.
@@ -558,6 +593,13 @@ impl Placer {
         }
         self.retired.push(frame);
     }
+}
+
+/// How many rows of consecutive numbers there are.
+pub(crate) fn row_count(numbers: impl Iterator<Item = u64>) -> u64 {
+    let mut next = None;
+    let starts = numbers.filter(|&number| next.replace(number + 1) != Some(number));
+    starts.count() as u64
 }
 
 /// The pieces of a place by page: `(page, start in it, len)`.

@@ -9,28 +9,37 @@
 //!
 //! One page under two places is one piece of a file mapped twice with `MAP_SHARED`, so an alias is
 //! the same memory, not a copy. The books (who is mapped where) are kept here and checked before
-//! the kernel is asked; [`os`] holds the system calls and all unsafe code.
+//! the kernel is asked; [`os`] holds the system calls and all unsafe code. [`pieces`] knows which pieces are
+//! free, [`mappings`] how many mappings all this is to the kernel.
 //!
 //! Invariants:
-//! - a piece belongs to at most one living page; pieces in `free_pieces` hold no memory;
+//! - a piece belongs to at most one living page; free pieces hold no memory;
 //! - a page counts exactly the places that it stands under;
 //! - an address of a range is always mapped to something, so no other `mmap` can take it;
+//! - the kernel has a mapping wherever the books have a place, and where a *ghost* is ([`mappings`]);
 //! - the lock is held across the system calls but never while calling what could call back: no
 //!   upstream, no log. The books are B-trees, whose nodes are a few hundred bytes: an allocator that
 //!   serves *large* buffers from this device is not entered from here.
 //!
 //! May import: `device`, `units`.
 
+mod mappings;
 mod os;
+mod pieces;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use self::os::{Errno, PageFile, Range, Spare};
-use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use self::mappings::Hand;
+use self::os::{Errno, PageFile, Range};
+use self::pieces::Pieces;
+use super::{
+    Call, Device, DeviceError, Fence, Mappings, MemoryInfo, PageId, RowRefused, StreamId,
+};
 use crate::units::{Address, Bytes};
 
 /// Memory of this machine: pages that can stand under many addresses at once.
@@ -45,9 +54,11 @@ use crate::units::{Address, Bytes};
 ///
 /// The kernel allows a process 65,530 mappings by default (`vm.max_map_count`, proc_sys_vm(5));
 /// neighbouring places over neighbouring pages count as one. `create` therefore takes the lowest free
-/// piece of the file: pages created in a row and mapped in a row stay one mapping. At that limit
-/// `map`, and an `allow` or `unmap` that would split a mapping, fail with `ENOMEM` and change nothing;
-/// an `unmap` that splits none still works, so that a caller can take back what it mapped last.
+/// piece of the file, or that of a [row](Device::begin_row): pages created in a row and mapped in a row stay
+/// one mapping. [`mappings`](Device::mappings) says how many there are, of all `Host`s of the process
+/// together, without the up to six that each has for itself and for the alignment of a range. At the
+/// limit `map`, and an `allow` that would split a mapping, fail with [`Mappings`](DeviceError::Mappings) and
+/// change nothing. `unmap`, `release` and `unreserve` work there too.
 ///
 /// Its streams are idle: work on the CPU is done when the call returns, so fences are checked but
 /// nothing waits. [`Streams`](super::adaptor::Streams) simulates busy ones.
@@ -87,6 +98,8 @@ pub struct Host {
     /// A power of two and a multiple of the operating system's page.
     granule: Bytes,
     file: PageFile,
+    /// Mappings that the kernel allows, as last read.
+    mapping_limit: AtomicU64,
     books: Mutex<Books>,
 }
 
@@ -99,25 +112,31 @@ struct Books {
     places: BTreeMap<Address, Place>,
     /// Living pages.
     pages: BTreeMap<PageId, Page>,
-    /// Pieces of the file below `piece_count` that belong to no page.
-    free_pieces: BTreeSet<u64>,
-    /// Pieces that the file is long.
-    piece_count: u64,
+    /// Pieces of the file that belong to no page.
+    pieces: Pieces,
     /// The next page's number: every page ever created has a smaller one.
     next_page: u64,
     /// Fences issued and not yet waited for.
     fences: BTreeSet<u64>,
     next_fence: u64,
-    /// Given up so that `unmap` works where the kernel allows no further mapping; `None` only between
-    /// that and the next `unmap` that leaves room for it.
-    spare: Option<Spare>,
+    /// What the kernel has of all this.
+    hand: Hand,
 }
 
-/// A granule of a range with a page under it.
-#[derive(Debug)]
+/// A granule of a range that the kernel has a piece mapped at.
+#[derive(Clone, Copy, Debug)]
 struct Place {
-    page: PageId,
+    /// `None` for a ghost.
+    page: Option<PageId>,
+    piece: u64,
     allowed: bool,
+}
+
+impl Place {
+    /// Whether it and the granule behind it are one mapping.
+    fn is_one_with(self, next: Self) -> bool {
+        self.piece + 1 == next.piece && self.allowed == next.allowed
+    }
 }
 
 /// A piece of the file, and under how many places it stands.
@@ -137,9 +156,32 @@ impl Books {
             .ok_or(invalid(call, "the place is not inside one reserved range"))
     }
 
+    /// The piece under the first of these pages, and how many of them follow one another there and can be
+    /// mapped from `at` on.
+    fn neighbours(
+        &self,
+        at: Address,
+        pages: &[PageId],
+        granule: Bytes,
+    ) -> Result<(u64, u64), DeviceError> {
+        let piece = |page| self.pages.get(page).map(|page| page.piece);
+        let first = piece(&pages[0]).ok_or(invalid(Call::Map, "no such page lives"))?;
+        let row = (first..).zip(pages);
+        let pieces = row.take_while(|&(next, page)| piece(page) == Some(next));
+        let count = pieces.count() as u64;
+        let places = self.places.range(at..Address(at.0 + count * granule.0));
+        let taken = places.filter(|(_, place)| place.page.is_some()).next();
+        let free = taken.map_or(count, |(place, _)| (place.0 - at.0) / granule.0);
+        if free == 0 {
+            return Err(invalid(Call::Map, "the place is mapped already"));
+        }
+        Ok((first, free))
+    }
+
     /// How many granules of `at .. at + size` are mapped.
     fn mapped_count(&self, at: Address, size: Bytes) -> u64 {
-        self.places.range(at..Address(at.0 + size.0)).count() as u64
+        let places = self.places.range(at..Address(at.0 + size.0));
+        places.filter(|(_, place)| place.page.is_some()).count() as u64
     }
 }
 
@@ -164,14 +206,12 @@ impl Host {
             return Err(invalid(Call::Create, reason));
         }
         let file = PageFile::new().map_err(driver(Call::Create))?;
-        let spare = Spare::new().map_err(driver(Call::Create))?;
-        let books = Books {
-            spare: Some(spare),
-            ..Books::default()
-        };
+        let mut books = Books::default();
+        books.hand.fill();
         Ok(Self {
             granule,
             file,
+            mapping_limit: AtomicU64::new(mappings::kernel_limit()),
             books: Mutex::new(books),
         })
     }
@@ -234,7 +274,7 @@ impl Host {
         let allowed = books
             .places
             .range(first..end)
-            .filter(|(_, place)| place.allowed);
+            .filter(|(_, place)| place.allowed && place.page.is_some());
         if allowed.count() as u64 != granule_count {
             return Err(invalid(
                 call,
@@ -242,6 +282,15 @@ impl Host {
             ));
         }
         Ok(books)
+    }
+
+    /// The kernel refused to map, or to change the access of, what lies in a range: it has memory for
+    /// that, so that what it lacks is mappings.
+    fn unmapped(&self, call: Call, code: Errno) -> DeviceError {
+        match (code, self.mappings()) {
+            (libc::ENOMEM, Some(mappings)) => DeviceError::Mappings { call, mappings },
+            _ => DeviceError::Driver { call, code },
+        }
     }
 
     fn offset(&self, piece: u64) -> Bytes {
@@ -266,33 +315,42 @@ unsafe impl Device for Host {
         self.check_granules(Call::Reserve, Address(0), size)?;
         let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;
         let base = range.base();
-        self.books().ranges.insert(base, range);
+        let mut books = self.books();
+        books.ranges.insert(base, range);
+        books.count_range();
         Ok(base)
     }
 
     fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError> {
         let mut books = self.books();
         let range = books.ranges.get(&base).filter(|range| range.size() == size);
-        let range = range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
+        range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
         if books.mapped_count(base, size) > 0 {
             return Err(invalid(
                 Call::Unreserve,
                 "a range goes after all of its mappings",
             ));
         }
-        range.give_back().map_err(driver(Call::Unreserve))?;
+        let Books { ranges, hand, .. } = &mut *books;
+        let range = &ranges[&base];
+        // All at once: of what is in the middle nothing is split.
+        hand.lend(|| range.give_back())
+            .map_err(driver(Call::Unreserve))?;
+        books.uncount_range(base, size, self.granule);
         books.ranges.remove(&base);
         Ok(())
     }
 
     fn create(&self) -> Result<PageId, DeviceError> {
         let mut books = self.books();
-        let piece = books
-            .free_pieces
-            .first()
-            .copied()
-            .unwrap_or(books.piece_count);
-        match self.file.back(self.offset(piece), self.granule) {
+        let mut piece = books.pieces.next();
+        let mut backed = self.file.back(self.offset(piece), self.granule);
+        if backed == Err(libc::EFBIG) && books.pieces.is_in_row() {
+            books.pieces.end_row();
+            piece = books.pieces.next();
+            backed = self.file.back(self.offset(piece), self.granule);
+        }
+        match backed {
             Ok(()) => {}
             Err(libc::ENOSPC | libc::ENOMEM) => {
                 drop(books);
@@ -307,9 +365,7 @@ unsafe impl Device for Host {
                 });
             }
         }
-        if !books.free_pieces.remove(&piece) {
-            books.piece_count += 1;
-        }
+        books.pieces.take(piece);
         let page = PageId(books.next_page);
         books.next_page += 1;
         books.pages.insert(
@@ -335,33 +391,47 @@ unsafe impl Device for Host {
             .punch(self.offset(piece), self.granule)
             .map_err(driver(Call::Release))?;
         books.pages.remove(&page);
-        books.free_pieces.insert(piece);
+        books.give_piece(piece);
         Ok(())
     }
 
     fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError> {
-        self.check_granules(Call::Map, at, self.granule)?;
+        self.map_row(at, &[page]).map_err(|refused| refused.source)
+    }
+
+    /// One call of the kernel for pages that are neighbours.
+    fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        let mut mapped = 0;
+        let refused = |mapped, source| RowRefused { mapped, source };
+        let size = Bytes(self.granule.0.saturating_mul(pages.len() as u64));
+        self.check_granules(Call::Map, at, size)
+            .map_err(|source| refused(0, source))?;
         let mut books = self.books();
-        let range = books.range(Call::Map, at, self.granule)?;
-        if books.places.contains_key(&at) {
-            return Err(invalid(Call::Map, "the place is mapped already"));
+        while let rest @ [_, ..] = &pages[mapped..] {
+            let at = Address(at.0 + self.offset(mapped as u64).0);
+            let row = books.neighbours(at, rest, self.granule);
+            let (piece, count) = row.map_err(|source| refused(mapped, source))?;
+            let size = self.offset(count);
+            let range = books.range(Call::Map, at, size);
+            let range = range.map_err(|source| refused(mapped, source))?;
+            range
+                .map(at, size, &self.file, self.offset(piece))
+                .map_err(|code| refused(mapped, self.unmapped(Call::Map, code)))?;
+            let row = &rest[..count as usize];
+            books.counted(at, size, self.granule, |books| {
+                for ((index, &page), piece) in (0..).zip(row).zip(piece..) {
+                    let at = Address(at.0 + self.offset(index).0);
+                    // Mapped over, if it was a ghost.
+                    books.take_out(at);
+                    let (page, allowed) = (Some(page), false);
+                    books.places.insert(at, Place { page, piece, allowed });
+                }
+            });
+            for page in row {
+                books.pages.get_mut(page).expect("found above").place_count += 1;
+            }
+            mapped += count as usize;
         }
-        let piece = books
-            .pages
-            .get(&page)
-            .ok_or(invalid(Call::Map, "no such page lives"))?
-            .piece;
-        range
-            .map(at, self.granule, &self.file, self.offset(piece))
-            .map_err(driver(Call::Map))?;
-        books.places.insert(
-            at,
-            Place {
-                page,
-                allowed: false,
-            },
-        );
-        books.pages.get_mut(&page).expect("found above").place_count += 1;
         Ok(())
     }
 
@@ -383,43 +453,41 @@ unsafe impl Device for Host {
             {
                 let _ = range.forbid(place, self.granule);
             }
-            return Err(DeviceError::Driver {
-                call: Call::Allow,
-                code,
-            });
+            return Err(self.unmapped(Call::Allow, code));
         }
-        books
-            .places
-            .range_mut(at..end)
-            .for_each(|(_, place)| place.allowed = true);
+        books.counted(at, size, self.granule, |books| {
+            let places = books.places.range_mut(at..end);
+            places.for_each(|(_, place)| place.allowed = true);
+        });
         Ok(())
     }
 
     fn unmap(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
         self.check_granules(Call::Unmap, at, size)?;
         let mut books = self.books();
-        let range = books.range(Call::Unmap, at, size)?;
+        books.range(Call::Unmap, at, size)?;
         if books.mapped_count(at, size) != size.0 / self.granule.0 {
             return Err(invalid(Call::Unmap, "every granule is mapped"));
         }
-        let mut cleared = range.clear(at, size);
-        if cleared == Err(libc::ENOMEM) && books.spare.is_some() {
-            books.spare = None;
-            cleared = books.range(Call::Unmap, at, size)?.clear(at, size);
+        books
+            .clear(at, size, self.granule)
+            .map_err(driver(Call::Unmap))
+    }
+
+    fn begin_row(&self, count: u64) {
+        self.books().pieces.begin_row(count);
+    }
+
+    /// Of all ranges of all `Host`s of this process.
+    fn mappings(&self) -> Option<Mappings> {
+        let count = mappings::in_process();
+        let mut limit = self.mapping_limit.load(Ordering::Relaxed);
+        if count >= limit / 2 {
+            // Somebody may have followed the advice.
+            limit = mappings::kernel_limit();
+            self.mapping_limit.store(limit, Ordering::Relaxed);
         }
-        if books.spare.is_none() {
-            books.spare = Spare::new().ok();
-        }
-        cleared.map_err(driver(Call::Unmap))?;
-        for place in (at.0..at.0 + size.0).step_by(self.granule.0 as usize) {
-            let Place { page, .. } = books.places.remove(&Address(place)).expect("counted above");
-            books
-                .pages
-                .get_mut(&page)
-                .expect("a mapped page lives")
-                .place_count -= 1;
-        }
-        Ok(())
+        Some(Mappings { count, limit })
     }
 
     /// Work on the CPU is done when its call returns.
@@ -513,7 +581,8 @@ impl fmt::Debug for Host {
             shown
                 .field("range_count", &books.ranges.len())
                 .field("page_count", &books.pages.len())
-                .field("place_count", &books.places.len());
+                .field("place_count", &books.places.len())
+                .field("mapping_count", &books.hand.count());
         }
         shown.finish_non_exhaustive()
     }
@@ -522,9 +591,10 @@ impl fmt::Debug for Host {
 impl Drop for Host {
     fn drop(&mut self) {
         let books = self.books.get_mut().unwrap_or_else(PoisonError::into_inner);
-        for range in books.ranges.values() {
+        let Books { ranges, hand, .. } = books;
+        for range in ranges.values() {
             // Fails only at the kernel's limit of mappings; the addresses then stay reserved.
-            let _ = range.give_back();
+            let _ = hand.lend(|| range.give_back());
         }
         debug_assert!(
             std::thread::panicking() || (books.ranges.is_empty() && books.pages.is_empty()),

@@ -11,6 +11,7 @@
 //!   a limit to what is remembered                                               (forget.rs)
 //!   all places anew, once lifespans are known                                   (compile.rs)
 //!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
+//!   windows given up where mappings or addresses run out                        (windows.rs)
 //!   what a report shows of all this                                             (buffers.rs)
 //! ```
 //!
@@ -35,6 +36,7 @@ mod rebuild;
 mod record;
 mod shared;
 mod steps;
+mod windows;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -46,7 +48,7 @@ pub(crate) use shared::Shared;
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Fence, GpuIdentity, StreamId};
+use crate::device::{Fence, GpuIdentity, Mappings, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -180,6 +182,8 @@ pub(crate) struct Engine {
     compile_after: Option<u32>,
     /// Recorded allocations at which addresses may be won back again.
     reclaim_at: u64,
+    /// What is known of the need for windows.
+    pressure: windows::Pressure,
     /// Finished steps since something was recorded.
     quiet_steps: u32,
     totals: Totals,
@@ -252,6 +256,7 @@ impl Engine {
             compiled: None,
             compile_after: options.compile_after,
             reclaim_at: 0,
+            pressure: windows::Pressure::default(),
             quiet_steps: 0,
             step: Counts::default(),
             totals: Totals::default(),
@@ -527,6 +532,13 @@ impl Engine {
                 asked,
                 reserved: self.arena.reserved(),
             },
+            Refusal::Mappings(Mappings { count, limit }) => Error::Mappings {
+                scope: self.scopes.path(),
+                asked,
+                granule: self.arena.granule(),
+                count,
+                limit,
+            },
             Refusal::Device { call, source } => Error::Device { call, source },
         }
     }
@@ -536,11 +548,14 @@ impl Engine {
         self.sync_placer();
         self.arena.is_pinned = self.shared.is_pinned();
         let mut place = self.arena.place(len, space);
-        if space == Space::Survivors
-            && place == Err(Refusal::AddressSpace)
-            && !self.arena.is_pinned
-            && self.sweep_survivors()
-        {
+        let helps = match &place {
+            Err(Refusal::AddressSpace) => {
+                space == Space::Survivors && !self.arena.is_pinned && self.sweep_survivors()
+            }
+            Err(Refusal::Mappings(_)) => self.find_mappings(),
+            _ => false,
+        };
+        if helps {
             place = self.arena.place(len, space);
         }
         self.note_trims();
