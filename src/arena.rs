@@ -490,7 +490,8 @@ impl Arena {
         let mut new = VecDeque::from(self.take_pages(without, frames)?);
         for frame in missing {
             let page = &mut self.page_of[frame as usize];
-            let id = *page.get_or_insert_with(|| new.pop_front().expect("one page for each without"));
+            let id =
+                *page.get_or_insert_with(|| new.pop_front().expect("one page for each without"));
             self.placer.set_order(frame, id.0);
             if let Err(refusal) = self.map_frame(frame, id) {
                 new.into_iter()

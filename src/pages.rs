@@ -281,7 +281,9 @@ impl Pages {
                 Err(RowRefused { mapped, source }) => (mapped, Some(source)),
             };
             self.calls += count as u64;
-            (next..).take(count).for_each(|number| self.set_mapped(number, true));
+            (next..)
+                .take(count)
+                .for_each(|number| self.set_mapped(number, true));
             mapped += count;
             let Some(source) = source else {
                 return Ok(());

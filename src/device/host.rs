@@ -37,9 +37,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use self::mappings::Hand;
 use self::os::{Errno, PageFile, Range};
 use self::pieces::Pieces;
-use super::{
-    Call, Device, DeviceError, Fence, Mappings, MemoryInfo, PageId, RowRefused, StreamId,
-};
+use super::{Call, Device, DeviceError, Fence, Mappings, MemoryInfo, PageId, RowRefused, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Memory of this machine: pages that can stand under many addresses at once.
@@ -424,7 +422,14 @@ unsafe impl Device for Host {
                     // Mapped over, if it was a ghost.
                     books.take_out(at);
                     let (page, allowed) = (Some(page), false);
-                    books.places.insert(at, Place { page, piece, allowed });
+                    books.places.insert(
+                        at,
+                        Place {
+                            page,
+                            piece,
+                            allowed,
+                        },
+                    );
                 }
             });
             for page in row {

@@ -39,13 +39,23 @@ const PATIENCE: u32 = 1_000;
 /// What is known of the need for windows.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Pressure {
-    /// Mappings when the last step began.
+    /// Mappings when the last step began, and most that a step has taken since windows were given up.
     mappings: u64,
+    growth: u64,
     /// Mappings and virtual pages below which another attempt is in vain.
     mappings_again: u64,
     pages_again: u64,
     /// Allocations that do not sweep.
     patience: u32,
+}
+
+impl Pressure {
+    /// Whether a half of the mappings may be passed before the next step begins, by what steps took.
+    fn is_short(&mut self, Mappings { count, limit }: Mappings) -> bool {
+        let last = std::mem::replace(&mut self.mappings, count);
+        self.growth = self.growth.max(count.saturating_sub(last));
+        count + 2 * self.growth >= limit / 2 && count >= self.mappings_again
+    }
 }
 
 /// What the branches that stay may have together.
@@ -61,9 +71,8 @@ impl Engine {
     pub(super) fn give_windows_up(&mut self) {
         let (pages, page_limit) = self.arena.step_pages();
         let mappings = self.arena.mappings();
-        let is_short = mappings.is_some_and(|mappings| self.is_short(mappings));
+        let is_short = mappings.is_some_and(|mappings| self.pressure.is_short(mappings));
         let is_crowded = pages >= page_limit / 2 && pages >= self.pressure.pages_again;
-        self.pressure.mappings = mappings.map_or(0, |mappings| mappings.count);
         if !(is_short || is_crowded) || self.shared.is_pinned() {
             return;
         }
@@ -87,15 +96,10 @@ impl Engine {
         self.pressure.pages_again = pages + page_limit / AGAIN;
         if let Some(Mappings { count, limit }) = self.arena.mappings() {
             self.pressure.mappings = count;
+            self.pressure.growth = 0;
             self.pressure.mappings_again = count + limit / AGAIN;
         }
         tracing::debug!(?mappings, ?self.pressure, before, pages, "windows were given up");
-    }
-
-    /// Whether a half of the mappings may be passed before the next step begins, by what the last one took.
-    fn is_short(&self, Mappings { count, limit }: Mappings) -> bool {
-        let growth = count.saturating_sub(self.pressure.mappings);
-        count + 2 * growth >= limit / 2 && count >= self.pressure.mappings_again
     }
 
     /// The last branch, and those before it that have room.
@@ -103,7 +107,8 @@ impl Engine {
         let branches = &self.tapes.branches;
         let is_whole = |&at: &usize| {
             let mut entries = branches[at].tape.iter();
-            entries.all(|entry| entry.edge == SURVIVOR || !self.graph.edges[entry.edge as usize].dead)
+            entries
+                .all(|entry| entry.edge == SURVIVOR || !self.graph.edges[entry.edge as usize].dead)
         };
         let mut newest: Vec<usize> = (0..branches.len()).filter(is_whole).collect();
         newest.sort_by_key(|&at| std::cmp::Reverse(branches[at].last_run));

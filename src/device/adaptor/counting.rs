@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment, PageId,
-    RowRefused, StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment,
+    PageId, RowRefused, StreamId,
 };
 use crate::units::{Address, Bytes};
 

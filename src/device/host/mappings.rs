@@ -29,8 +29,8 @@ use crate::units::{Address, Bytes};
 /// Mappings that the ranges of all `Host`s of the process are.
 static IN_PROCESS: AtomicU64 = AtomicU64::new(0);
 
-/// Mappings kept to be given up: a place in the middle of one takes two more for good, and a third while
-/// the kernel is at it.
+/// Mappings kept to be given up: a place in the middle of a mapping takes two more for good, and a third while
+/// the kernel is at it; one is left after that.
 const SPARES: usize = 4;
 
 /// The limit of proc_sys_vm(5), or the kernel's default where it cannot be read.
@@ -67,12 +67,18 @@ impl Hand {
         }
     }
 
-    /// Makes a call that may need more mappings than there are for a moment.
+    /// Makes a call that takes mappings away, and may need some for that.
     pub(super) fn lend(&mut self, make: impl Fn() -> Result<(), Errno>) -> Result<(), Errno> {
         let mut made = make();
-        if made == Err(libc::ENOMEM) && !self.spares.is_empty() {
-            self.spares.clear();
-            made = make();
+        // One is lent for a moment where nothing is split: `mmap` wants room before it looks. More, for a split,
+        // only if one is left after it, so that the former always works.
+        let few = self.spares.len().saturating_sub(1);
+        let many = if few + 1 == SPARES { 1 } else { few };
+        for left in [few, many] {
+            if made == Err(libc::ENOMEM) && self.spares.len() > left {
+                self.spares.truncate(left);
+                made = make();
+            }
         }
         self.fill();
         made
@@ -153,19 +159,17 @@ impl Books {
     }
 
     /// Takes the mappings at `at .. at + size` away, which are all of one range, with the ghosts beside them.
-    pub(super) fn clear(
-        &mut self,
-        at: Address,
-        size: Bytes,
-        granule: Bytes,
-    ) -> Result<(), Errno> {
+    pub(super) fn clear(&mut self, at: Address, size: Bytes, granule: Bytes) -> Result<(), Errno> {
         let Self {
             ranges,
             places,
             hand,
             ..
         } = self;
-        let (_, range) = ranges.range(..=at).next_back().expect("the caller found it");
+        let (_, range) = ranges
+            .range(..=at)
+            .next_back()
+            .expect("the caller found it");
         let is_ghost = |at: u64| {
             let place = places.get(&Address(at));
             range.contains(Address(at), granule) && place.is_some_and(|place| place.page.is_none())
@@ -193,7 +197,9 @@ impl Books {
     /// A mapping is gone: one that stands in the books, or a ghost.
     pub(super) fn take_out(&mut self, at: Address) {
         match self.places.remove(&at) {
-            Some(Place { page: Some(page), .. }) => self.take_down(page),
+            Some(Place {
+                page: Some(page), ..
+            }) => self.take_down(page),
             Some(Place { piece, .. }) => {
                 let haunted = self.hand.haunted.get_mut(&piece);
                 let (ghosts, is_released) = haunted.expect("a ghost is counted");

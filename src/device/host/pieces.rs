@@ -122,7 +122,9 @@ mod tests {
         let (mut pieces, mut used) = (Pieces::default(), BTreeSet::new());
         let mut random = 1_u64;
         for round in 0..20_000_u64 {
-            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            random = random
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             let number = random >> 40;
             if number % 8 == 0 {
                 let count = 1 + number / 8 % 9;
@@ -144,7 +146,10 @@ mod tests {
                 pieces.give(piece);
             }
             assert_eq!(pieces.end, used.last().map_or(0, |last| last + 1));
-            let free = pieces.runs.iter().flat_map(|(first, len)| *first..first + len);
+            let free = pieces
+                .runs
+                .iter()
+                .flat_map(|(first, len)| *first..first + len);
             assert!(free.eq((0..pieces.end).filter(|piece| !used.contains(piece))));
             assert_eq!(pieces.runs.len(), pieces.by_len.len());
         }
