@@ -11,7 +11,7 @@
 //! A buffer of at least a page gets a window whose frames are free and pairwise distinct, from the
 //! first that is found of: a free window as long, a longer one, one that starts
 //! where a shorter one did, addresses that a sweep won back, the free tail of the range (extended as needed), new virtual pages over
-//! free frames, new frames. A smaller one goes into the best fitting gap. Physical memory grows only
+//! free frames, new frames. Free frames are taken in the order of their pages ([`rows`]). A smaller one goes into the best fitting gap. Physical memory grows only
 //! when no frame is free, so fragmentation of addresses never costs memory.
 //!
 //! Two spaces share the frame numbers and nothing else: `Step`, whose placements edges mention, and
@@ -28,7 +28,10 @@
 //! May import: `bits`.
 
 mod install;
+mod rows;
 mod sweep;
+
+pub(crate) use rows::row_count;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -105,18 +108,6 @@ struct SpaceBooks {
     holes: BTreeSet<(u32, u32)>,
     /// Pages at which the windows are worth looking through.
     crowded_at: u32,
-}
-
-impl SpaceBooks {
-    fn add_free(&mut self, number: u32, order: u64) {
-        self.free.insert(number);
-        self.in_order.insert((order, number));
-    }
-
-    fn remove_free(&mut self, number: u32, order: u64) {
-        self.free.remove(number);
-        self.in_order.remove(&(order, number));
-    }
 }
 
 /// Windows that are tried, as long or longer and then shorter, before new virtual pages are taken.
@@ -203,24 +194,6 @@ impl Placer {
             .get((page - space.first_page) as usize)
             .copied()
             .unwrap_or(NO_FRAME)
-    }
-
-    /// A frame has a page with this number.
-    pub fn set_order(&mut self, frame: u32, order: u64) {
-        let old = std::mem::replace(&mut self.frames[frame as usize].order, order);
-        let books = &mut self.spaces[self.frames[frame as usize].space];
-        if books.in_order.remove(&(old, frame)) {
-            books.in_order.insert((order, frame));
-        }
-    }
-
-    /// Mappings that the window of a place is, if no neighbour is one with it.
-    pub fn mapping_count(&self, place: Place) -> u64 {
-        let orders = self
-            .pieces(place)
-            .filter(|&(frame, ..)| frame != NO_FRAME)
-            .map(|(frame, ..)| self.frames[frame as usize].order);
-        row_count(orders)
     }
 
     /// The virtual pages over a frame.
@@ -593,13 +566,6 @@ impl Placer {
         }
         self.retired.push(frame);
     }
-}
-
-/// How many rows of consecutive numbers there are.
-pub(crate) fn row_count(numbers: impl Iterator<Item = u64>) -> u64 {
-    let mut next = None;
-    let starts = numbers.filter(|&number| next.replace(number + 1) != Some(number));
-    starts.count() as u64
 }
 
 /// The pieces of a place by page: `(page, start in it, len)`.

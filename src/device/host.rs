@@ -131,6 +131,15 @@ struct Place {
 }
 
 impl Place {
+    /// As it is mapped: without access.
+    fn of(page: PageId, piece: u64) -> Self {
+        Self {
+            page: Some(page),
+            piece,
+            allowed: false,
+        }
+    }
+
     /// Whether it and the granule behind it are one mapping.
     fn is_one_with(self, next: Self) -> bool {
         self.piece + 1 == next.piece && self.allowed == next.allowed
@@ -152,28 +161,6 @@ impl Books {
             .map(|(_, range)| range)
             .filter(|range| range.contains(at, size))
             .ok_or(invalid(call, "the place is not inside one reserved range"))
-    }
-
-    /// The piece under the first of these pages, and how many of them follow one another there and can be
-    /// mapped from `at` on.
-    fn neighbours(
-        &self,
-        at: Address,
-        pages: &[PageId],
-        granule: Bytes,
-    ) -> Result<(u64, u64), DeviceError> {
-        let piece = |page| self.pages.get(page).map(|page| page.piece);
-        let first = piece(&pages[0]).ok_or(invalid(Call::Map, "no such page lives"))?;
-        let row = (first..).zip(pages);
-        let pieces = row.take_while(|&(next, page)| piece(page) == Some(next));
-        let count = pieces.count() as u64;
-        let places = self.places.range(at..Address(at.0 + count * granule.0));
-        let taken = places.filter(|(_, place)| place.page.is_some()).next();
-        let free = taken.map_or(count, |(place, _)| (place.0 - at.0) / granule.0);
-        if free == 0 {
-            return Err(invalid(Call::Map, "the place is mapped already"));
-        }
-        Ok((first, free))
     }
 
     /// How many granules of `at .. at + size` are mapped.
@@ -399,6 +386,9 @@ unsafe impl Device for Host {
 
     /// One call of the kernel for pages that are neighbours.
     fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        if pages.is_empty() {
+            return Ok(());
+        }
         let mut mapped = 0;
         let refused = |mapped, source| RowRefused { mapped, source };
         let size = Bytes(self.granule.0.saturating_mul(pages.len() as u64));
@@ -421,15 +411,7 @@ unsafe impl Device for Host {
                     let at = Address(at.0 + self.offset(index).0);
                     // Mapped over, if it was a ghost.
                     books.take_out(at);
-                    let (page, allowed) = (Some(page), false);
-                    books.places.insert(
-                        at,
-                        Place {
-                            page,
-                            piece,
-                            allowed,
-                        },
-                    );
+                    books.places.insert(at, Place::of(page, piece));
                 }
             });
             for page in row {

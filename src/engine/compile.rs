@@ -109,7 +109,7 @@ impl Engine {
     }
 
     /// Branches whose every edge is in use and whose buffers' ends are known.
-    pub(super) fn compilable(&self) -> Vec<usize> {
+    fn compilable(&self) -> Vec<usize> {
         let branches = self.tapes.branches.iter().enumerate();
         branches
             .filter(|(_, branch)| {

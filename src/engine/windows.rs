@@ -94,7 +94,7 @@ impl Engine {
         let before = pages;
         let pages = self.arena.step_pages().0;
         self.pressure.pages_again = pages + page_limit / AGAIN;
-        if let Some(Mappings { count, limit }) = self.arena.mappings() {
+        if let Some(Mappings { count, limit }) = self.arena.mappings().filter(|_| is_short) {
             self.pressure.mappings = count;
             self.pressure.growth = 0;
             self.pressure.mappings_again = count + limit / AGAIN;

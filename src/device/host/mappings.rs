@@ -16,14 +16,14 @@
 //! whatever is in it. Its memory goes as that of any page does; its piece is no other page's until then.
 //! So `unmap`, `release` and `unreserve` never fail for want of mappings.
 //!
-//! May import: `os`, `pieces`, `units`.
+//! May import: `os`, `device`, `units`.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::os::{Errno, Spare};
-use super::{Books, PageId, Place};
+use super::{Books, Call, DeviceError, PageId, Place, invalid};
 use crate::units::{Address, Bytes};
 
 /// Mappings that the ranges of all `Host`s of the process are.
@@ -131,6 +131,28 @@ impl Books {
             ghosts.iter().for_each(|&at| books.take_out(at));
         });
         self.hand.change(1, 0);
+    }
+
+    /// The piece under the first of these pages, and how many of them follow one another there and can be
+    /// mapped from `at` on.
+    pub(super) fn neighbours(
+        &self,
+        at: Address,
+        pages: &[PageId],
+        granule: Bytes,
+    ) -> Result<(u64, u64), DeviceError> {
+        let piece = |page| self.pages.get(page).map(|page| page.piece);
+        let first = piece(&pages[0]).ok_or(invalid(Call::Map, "no such page lives"))?;
+        let row = (first..).zip(pages);
+        let pieces = row.take_while(|&(next, page)| piece(page) == Some(next));
+        let count = pieces.count() as u64;
+        let mut places = self.places.range(at..Address(at.0 + count * granule.0));
+        let taken = places.find(|(_, place)| place.page.is_some());
+        let free = taken.map_or(count, |(place, _)| (place.0 - at.0) / granule.0);
+        if free == 0 {
+            return Err(invalid(Call::Map, "the place is mapped already"));
+        }
+        Ok((first, free))
     }
 
     /// Borders of mappings inside `at .. at + size` and at its ends, the ends of a range left out: they are
