@@ -65,7 +65,8 @@ impl Program {
     }
 
     /// One step of a decoder: each layer makes a larger cache, fills it, and drops the old one.
-    fn decode(&mut self, layers: usize, size: u64) -> Result<StepReport, Error> {
+    fn decode(&mut self, layers: usize, kib: u64) -> Result<StepReport, Error> {
+        let size = kib << 10;
         self.caches
             .resize_with(layers.max(self.caches.len()), || None);
         let step = self.compiler.begin("decode")?;
@@ -121,7 +122,7 @@ fn two_models_whose_caches_grow_every_step_are_served_and_the_process_works() {
         let mut program = Program::new(card(HOOKED, u64::MAX), Options::default());
         let began = Instant::now();
         for step in 1..=100 {
-            let served = program.decode(16, step * 96 << 10);
+            let served = program.decode(16, step * 96);
             served.unwrap_or_else(|error| panic!("step {step}: {error}"));
         }
         let rate = 100.0 / began.elapsed().as_secs_f64();
@@ -142,9 +143,7 @@ fn two_models_whose_caches_grow_every_step_are_served_and_the_process_works() {
         let thread = std::thread::Builder::new().spawn(|| 7).expect("a thread");
         assert_eq!(thread.join().expect("no panic"), 7);
         assert!(program.compiler.trim().expect("trim works") > Bytes::ZERO);
-        program
-            .decode(16, 101 * 96 << 10)
-            .expect("the next step works");
+        program.decode(16, 101 * 96).expect("the next step works");
         program.end();
     }
 }
@@ -155,7 +154,7 @@ fn caches_that_are_larger_than_the_limit_of_mappings_lie_on_rows_of_pages() {
     let _alone = alone();
     let mut program = Program::new(card(SMALL, FEW), Options::default());
     for step in 1..=500 {
-        let served = program.decode(4, step * 6 << 10);
+        let served = program.decode(4, step * 6);
         served.unwrap_or_else(|error| panic!("step {step}: {error}"));
     }
     let live = 4 * 750;
@@ -180,7 +179,7 @@ fn caches_that_grow_do_not_use_the_addresses_up() {
     };
     let mut program = Program::new(card(SMALL, u64::MAX), options);
     for step in 1..=250 {
-        let served = program.decode(4, step * 6 << 10);
+        let served = program.decode(4, step * 6);
         served.unwrap_or_else(|error| panic!("step {step}: {error}"));
     }
     program.end();
@@ -194,9 +193,7 @@ fn steps_that_are_replayed_stay_recorded_while_windows_of_others_are_given_up() 
     let mut program = Program::new(card(SMALL, FEW), Options::default());
     let mut recorded = 0;
     for round in 1..=400 {
-        program
-            .decode(2, round * 6 << 10)
-            .expect("a step of the decoder");
+        program.decode(2, round * 6).expect("a step of the decoder");
         for (name, pages) in [("cond", 5), ("uncond", 9)] {
             let step = program.compiler.begin(name).expect("a step");
             let buffers = [1, 2, 3].map(|n| here(&step, n * pages * SMALL.0).expect("served"));
@@ -273,7 +270,7 @@ fn where_nothing_can_be_given_up_an_error_names_limit_count_and_both_remedies() 
     }
     step.finish().expect("the step ends well");
     program.compiler.trim().expect("trim works");
-    program.decode(4, 10 * SMALL.0).expect("a step");
+    program.decode(4, 40).expect("a step");
     program.end();
 }
 
@@ -282,13 +279,13 @@ fn nothing_is_given_up_while_the_layout_is_pinned() {
     let _alone = alone();
     let mut program = Program::new(card(SMALL, FEW), Options::default());
     for step in 1..=20 {
-        program.decode(4, step * 6 << 10).expect("a step");
+        program.decode(4, step * 6).expect("a step");
     }
     let pinned = program.compiler.pin_layout().expect("no step is leaked");
     let before = program.compiler.stats().edges_forgotten;
     let mut error = None;
     for step in 21..=400 {
-        if let Err(refused) = program.decode(4, step * 6 << 10) {
+        if let Err(refused) = program.decode(4, step * 6) {
             error = Some(refused);
             break;
         }
@@ -302,7 +299,7 @@ fn nothing_is_given_up_while_the_layout_is_pinned() {
     drop(pinned);
     for step in 21..=100 {
         program
-            .decode(4, step * 6 << 10)
+            .decode(4, step * 6)
             .expect("windows are given up again");
     }
     assert!(program.mappings() < FEW / 2);
