@@ -126,7 +126,7 @@ mod tests {
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1);
             let number = random >> 40;
-            if number % 8 == 0 {
+            if number.is_multiple_of(8) {
                 let count = 1 + number / 8 % 9;
                 pieces.begin_row(count);
                 let first = pieces.next();
@@ -136,7 +136,7 @@ mod tests {
                     assert!(used.insert(piece));
                 }
                 assert!(!pieces.is_in_row());
-            } else if number % 2 == 0 {
+            } else if number.is_multiple_of(2) {
                 let lowest = (0..).find(|piece| !used.contains(piece)).expect("one");
                 assert_eq!(pieces.next(), lowest, "round {round}");
                 pieces.take(lowest);
