@@ -16,16 +16,16 @@
 
 mod supply;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use crate::accounts::{Account, Of, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
-use crate::device::{Call, Device, DeviceError, PageId};
+use crate::device::{Call, Device, DeviceError, Mappings, PageId};
 use crate::error::Error;
 use crate::pages::{Pages, Refused};
-use crate::placer::{NO_FRAME, Place, Placer, Plan, Source, Space, Units};
+use crate::placer::{NO_FRAME, Place, Placer, Plan, Source, Space, Units, row_count};
 use crate::shortage::Shortage;
 use crate::units::{ALIGNMENT, Address, Bytes};
 
@@ -36,6 +36,7 @@ pub(crate) enum Refusal {
     OverBudget(Box<Shortage>),
     OutOfMemory(Box<Shortage>),
     AddressSpace,
+    Mappings(Mappings),
     Device {
         call: Call,
         source: DeviceError,
@@ -73,6 +74,10 @@ const LEAST_ADDRESSES: Bytes = Bytes::gib(1);
 impl From<Refused> for Refusal {
     fn from(refused: Refused) -> Self {
         match refused {
+            Refused::Device {
+                source: DeviceError::Mappings { mappings, .. },
+                ..
+            } => Self::Mappings(mappings),
             Refused::Device { call, source } => Self::Device { call, source },
             // Only a page is claimed, and `supply` says what became of that.
             Refused::Budget => Self::OverBudget(Box::default()),
@@ -285,14 +290,42 @@ impl Arena {
                 Source::New => new.next().expect("one page for each new frame"),
             })
             .collect();
-        self.pages.map(plan.maps[0].0, &ids)?;
+        self.map_row(plan.maps[0].0, &ids)?;
         let frames = self.placer.commit(plan);
         self.page_of
             .resize(self.placer.frame_count() as usize, None);
         for (frame, id) in frames.into_iter().zip(ids) {
             self.page_of[frame as usize] = Some(id);
+            self.placer.set_order(frame, id.0);
         }
         Ok(())
+    }
+
+    /// Maps pages under consecutive virtual pages, where that leaves the rest of the process mappings enough.
+    fn map_row(&mut self, first: u32, ids: &[PageId]) -> Result<(), Refusal> {
+        if let Some(mappings) = self.mappings() {
+            // What they are, and the gap that they part.
+            let more = row_count(ids.iter().map(|id| id.0)) + 2;
+            if mappings.count + more > mappings.limit / 4 * 3 {
+                return Err(Refusal::Mappings(mappings));
+            }
+        }
+        Ok(self.pages.map(first, ids)?)
+    }
+
+    /// Mappings of the process, where something limits them.
+    pub fn mappings(&self) -> Option<Mappings> {
+        self.pages.device.mappings()
+    }
+
+    /// Virtual pages of the step's space that are mapped, and how many it may have.
+    pub fn step_pages(&self) -> (u64, u64) {
+        (self.pages.lower_count(), self.placer.step_limit())
+    }
+
+    /// Gives pages back that stand nowhere and lie apart from each other.
+    pub fn shed_scattered(&mut self) {
+        self.pages.shed_scattered();
     }
 
     /// Frees pages of frames that no edge mentions for survivors, so that they cost nothing new.
@@ -391,7 +424,7 @@ impl Arena {
         // Work may still use the old windows.
         self.pages.synchronise()?;
         if !ids.is_empty() {
-            self.pages.map(first, &ids)?;
+            self.map_row(first, &ids)?;
         }
         let (away, gone) = self.placer.install(first, &frames, kept);
         for id in self.take_away(away, gone).0 {
@@ -408,13 +441,19 @@ impl Arena {
     /// Takes mappings away that the placer has forgotten, and the pages of frames that it has. Returns the
     /// pages that stand nowhere now, and whether every mapping is gone.
     fn take_away(&mut self, away: Vec<(u32, u32)>, gone: Vec<u32>) -> (Vec<PageId>, bool) {
+        let mut pages: Vec<u32> = away.iter().map(|&(page, _)| page).collect();
+        pages.sort_unstable();
+        let stuck = self.pages.unmap_all_or_stray(&pages);
         // The last page of each frame whose mapping the device did not take away.
-        let mut stuck = HashMap::new();
-        for (page, frame) in away {
-            if !self.pages.unmap_or_stray(page) {
-                stuck.insert(frame, page);
+        let stuck: HashMap<u32, u32> = match stuck.is_empty() {
+            true => HashMap::new(),
+            false => {
+                let stuck: HashSet<u32> = stuck.into_iter().collect();
+                let is_stuck = |&(page, _): &(u32, u32)| stuck.contains(&page);
+                let stays = away.into_iter().filter(is_stuck);
+                stays.map(|(page, frame)| (frame, page)).collect()
             }
-        }
+        };
         let mut free = Vec::new();
         for frame in gone {
             self.incomplete.remove(frame);
@@ -486,14 +525,17 @@ impl Arena {
             .iter()
             .filter(|&&frame| self.page_of[frame as usize].is_none())
             .count();
-        let mut new = self.take_pages(without, more, frames)?;
+        // In their order.
+        let mut new = VecDeque::from(self.take_pages(without, more, frames)?);
         for frame in missing {
             let page = &mut self.page_of[frame as usize];
-            let id = *page.get_or_insert_with(|| new.pop().expect("one page for each without"));
-            if let Err(refused) = self.map_frame(frame, id) {
+            let id =
+                *page.get_or_insert_with(|| new.pop_front().expect("one page for each without"));
+            self.placer.set_order(frame, id.0);
+            if let Err(refusal) = self.map_frame(frame, id) {
                 new.into_iter()
                     .for_each(|id| drop(self.pages.give_back(id)));
-                return Err(refused.into());
+                return Err(refusal);
             }
             self.incomplete.remove(frame);
         }
@@ -501,11 +543,11 @@ impl Arena {
     }
 
     /// Maps a page under all virtual pages of a frame.
-    fn map_frame(&mut self, frame: u32, id: PageId) -> Result<(), Refused> {
+    fn map_frame(&mut self, frame: u32, id: PageId) -> Result<(), Refusal> {
         for i in 0..self.placer.aliases(frame).len() {
             let page = self.placer.aliases(frame)[i];
             if !self.pages.is_mapped(page) {
-                self.pages.map(page, &[id])?;
+                self.map_row(page, &[id])?;
             }
         }
         Ok(())

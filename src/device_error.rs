@@ -14,6 +14,15 @@ pub struct MemoryInfo {
     pub total: Bytes,
 }
 
+/// Mappings of this process, as its kernel counts them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mappings {
+    /// Those of the process's devices. It has others too.
+    pub count: u64,
+    /// How many the process may have (`vm.max_map_count` on Linux).
+    pub limit: u64,
+}
+
 /// The call of a device, for counting, for failing and for naming in an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[expect(missing_docs, reason = "each variant is the method of the same name")]
@@ -83,6 +92,18 @@ pub enum DeviceError {
     /// Work still runs; the same call may succeed later (CUDA's `NOT_READY`).
     #[error("not ready")]
     NotReady,
+    /// The kernel allows the process no further mapping.
+    #[error(
+        "{call:?}: no mapping left, {count} of {limit} are the device's (sysctl vm.max_map_count raises the \
+         limit; larger pages need fewer)",
+        count = mappings.count, limit = mappings.limit
+    )]
+    Mappings {
+        /// The call.
+        call: Call,
+        /// Mappings at the time of the call.
+        mappings: Mappings,
+    },
     /// The arguments name no such range, page or fence, or break a rule of [`Device`](crate::device::Device).
     #[error("{call:?}: {reason}")]
     Invalid {

@@ -68,6 +68,26 @@ pub enum Error {
         /// What refused it.
         source: DeviceError,
     },
+    /// The process has nearly all the mappings that its kernel allows, and every window that this compiler has
+    /// mapped is needed: by a live buffer, by a recorded edge, or by a pinned layout. The rest is left to the
+    /// process, whose threads and allocator need mappings too.
+    #[error(
+        "{count} of the {limit} mappings that the kernel allows a process are in use{}: asked for {asked} in \
+         pages of {granule} (choose a larger granule, which needs fewer, or raise the sysctl vm.max_map_count)",
+        crate::shortage::within(scope)
+    )]
+    Mappings {
+        /// Path of the innermost open scope; empty outside of steps.
+        scope: String,
+        /// Size of the allocation that failed.
+        asked: Bytes,
+        /// The page of the device.
+        granule: Bytes,
+        /// Mappings that the devices of the process have.
+        count: u64,
+        /// Mappings that the kernel allows the process.
+        limit: u64,
+    },
     /// A device call failed for another reason.
     #[error("device call failed: {}", Named { call: *call, source })]
     Device {

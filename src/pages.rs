@@ -13,17 +13,22 @@
 //!
 //! May import: `units`, `device`, `budget`, `accounts`.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::accounts::{Account, Owner};
 use crate::bits::BitSet;
 use crate::budget::Budget;
 use crate::device::fork::Process;
-use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId};
+use crate::device::{Call, Device, DeviceError, MemoryInfo, PageId, RowRefused};
 use crate::units::{Address, Bytes};
 
 /// How often a call that is "not ready" is tried.
 const TRIES: usize = 4;
+
+/// Pages in a row that are not worth giving back to have a longer one: at this length a half of the mappings
+/// that Linux allows by default are more than twice the memory of a machine of 200 GiB in pages of 64 KiB.
+const LONG_ROW: usize = 256;
 
 /// What was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,8 +97,9 @@ pub(crate) struct Pages {
     mapped: [BitSet; 2],
     /// First page of the upper half.
     split: u32,
-    /// Pages owned and not mapped anywhere.
-    spare: Vec<PageId>,
+    /// Pages owned and not mapped anywhere. The first to be made are the first to be used, so that rows of
+    /// pages stay together.
+    spare: BTreeSet<PageId>,
     /// Mappings that belong to nothing, and the page to keep once it is gone.
     strays: Vec<(u32, Option<PageId>)>,
     owned: u64,
@@ -120,7 +126,7 @@ impl Pages {
             account,
             mapped: [BitSet::default(), BitSet::default()],
             split,
-            spare: Vec::new(),
+            spare: BTreeSet::new(),
             strays: Vec::new(),
             owned: 0,
             calls: 0,
@@ -142,6 +148,11 @@ impl Pages {
     /// Pages owned that stand nowhere.
     pub fn spare_count(&self) -> u64 {
         self.spare.len() as u64
+    }
+
+    /// Virtual pages of the lower half that have a mapping.
+    pub fn lower_count(&self) -> u64 {
+        self.mapped[0].len() as u64
     }
 
     /// Whether a virtual page has a mapping that belongs to its frame.
@@ -227,7 +238,7 @@ impl Pages {
     /// A page that needs nothing to be given up: a spare one, or one that the device has.
     pub fn take_free(&mut self) -> Result<PageId, Refused> {
         self.tidy();
-        if let Some(page) = self.spare.pop() {
+        if let Some(page) = self.spare.pop_first() {
             return Ok(page);
         }
         let claimed = self.budget.claim(self.granule);
@@ -298,7 +309,7 @@ impl Pages {
                 Ok(())
             }
             Err(error) => {
-                self.spare.push(page);
+                self.spare.insert(page);
                 Err(error)
             }
         }
@@ -306,21 +317,16 @@ impl Pages {
 
     /// Keeps an unmapped page for the next [`take`](Self::take).
     pub fn keep(&mut self, page: PageId) {
-        self.spare.push(page);
+        self.spare.insert(page);
     }
 
     /// Maps pages under consecutive virtual pages from `first` on and makes them accessible: all of
     /// them or none.
     pub fn map(&mut self, first: u32, pages: &[PageId]) -> Result<(), Refused> {
         self.tidy();
-        for (i, &page) in pages.iter().enumerate() {
-            let number = first + i as u32;
-            let at = self.at(number);
-            if let Err(error) = self.call(Call::Map, |device| device.map(at, page)) {
-                self.undo(first, i as u32);
-                return Err(error);
-            }
-            self.set_mapped(number, true);
+        if let Err((mapped, error)) = self.map_row(first, pages) {
+            self.undo(first, mapped);
+            return Err(error);
         }
         let (at, size) = (self.at(first), Bytes(pages.len() as u64 * self.granule.0));
         if let Err(error) = self.call(Call::Allow, |device| device.allow(at, size)) {
@@ -328,6 +334,43 @@ impl Pages {
             return Err(error);
         }
         Ok(())
+    }
+
+    /// Maps pages under consecutive virtual pages; how many are mapped, where it is not all. Each page is a
+    /// call, tried as often as any.
+    fn map_row(&mut self, first: u32, pages: &[PageId]) -> Result<(), (u32, Refused)> {
+        let (mut mapped, mut tries) = (0, TRIES);
+        loop {
+            let next = first + mapped as u32;
+            let row = self.device.map_row(self.at(next), &pages[mapped..]);
+            let (count, source) = match row {
+                Ok(()) => (pages.len() - mapped, None),
+                Err(RowRefused { mapped, source }) => (mapped, Some(source)),
+            };
+            self.calls += count as u64;
+            (next..)
+                .take(count)
+                .for_each(|number| self.set_mapped(number, true));
+            mapped += count;
+            let Some(source) = source else {
+                return Ok(());
+            };
+            self.calls += 1;
+            if count > 0 {
+                tries = TRIES;
+            }
+            tries -= 1;
+            let refused = match source {
+                DeviceError::NotReady if tries > 0 => self.synchronise().err(),
+                source => Some(Refused::Device {
+                    call: Call::Map,
+                    source,
+                }),
+            };
+            if let Some(refused) = refused {
+                return Err((mapped as u32, refused));
+            }
+        }
     }
 
     fn undo(&mut self, first: u32, count: u32) {
@@ -354,6 +397,43 @@ impl Pages {
             self.strays.push((number, None));
         }
         !is_stuck
+    }
+
+    /// The same for many, which are sorted: neighbours go in one call. Returns those that are stuck.
+    pub fn unmap_all_or_stray(&mut self, numbers: &[u32]) -> Vec<u32> {
+        let mut stuck = Vec::new();
+        let mapped: Vec<u32> = numbers
+            .iter()
+            .copied()
+            .filter(|&number| self.is_mapped(number))
+            .collect();
+        for row in mapped.chunk_by(|a, b| a + 1 == *b) {
+            let (at, size) = (self.at(row[0]), Bytes(row.len() as u64 * self.granule.0));
+            if row.len() > 1
+                && self
+                    .call(Call::Unmap, |device| device.unmap(at, size))
+                    .is_ok()
+            {
+                row.iter()
+                    .for_each(|&number| self.set_mapped(number, false));
+            } else {
+                // One bad mapping must not keep the others.
+                stuck.extend(row.iter().filter(|&&number| !self.unmap_or_stray(number)));
+            }
+        }
+        stuck
+    }
+
+    /// Gives those spare pages back that have too few neighbours among them; what is made instead may lie
+    /// in a row.
+    pub fn shed_scattered(&mut self) {
+        let spare: Vec<PageId> = self.spare.iter().copied().collect();
+        let rows = spare.chunk_by(|a, b| a.0 + 1 == b.0);
+        for page in rows.filter(|row| row.len() < LONG_ROW).flatten() {
+            self.spare.remove(page);
+            // A refused page is spare again.
+            drop(self.give_back(*page));
+        }
     }
 
     /// Gives pages back that were made for a change that failed: those still under a stray mapping
@@ -394,8 +474,10 @@ impl Pages {
 
     /// Gives up to `count` spare pages back.
     pub fn shed_spare(&mut self, count: u64) {
-        let kept = self.spare_count().saturating_sub(count) as usize;
-        for page in self.spare.split_off(kept) {
+        let count = usize::try_from(count).unwrap_or(usize::MAX);
+        let pages: Vec<PageId> = self.spare.iter().rev().take(count).copied().collect();
+        for page in pages {
+            self.spare.remove(&page);
             // A refused page is spare again.
             drop(self.give_back(page));
         }

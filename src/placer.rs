@@ -11,7 +11,7 @@
 //! A buffer of at least a page gets a window whose frames are free and pairwise distinct, from the
 //! first that is found of: a free window as long, a longer one, one that starts
 //! where a shorter one did, addresses that a sweep won back, the free tail of the range (extended as needed), new virtual pages over
-//! free frames, new frames. A smaller one goes into the best fitting gap. Physical memory grows only
+//! free frames, new frames. Free frames are taken in the order of their pages ([`rows`]). A smaller one goes into the best fitting gap. Physical memory grows only
 //! when no frame is free, so fragmentation of addresses never costs memory.
 //!
 //! Two spaces share the frame numbers and nothing else: `Step`, whose placements edges mention, and
@@ -29,7 +29,10 @@
 //! May import: `bits`.
 
 mod install;
+mod rows;
 mod sweep;
+
+pub(crate) use rows::row_count;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -84,6 +87,8 @@ struct Frame {
     stamp: u64,
     /// No new place may lie in it; what an edge leads to still may.
     is_locked: bool,
+    /// The number of its page: those of neighbours follow one another.
+    order: u64,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -97,6 +102,8 @@ struct SpaceBooks {
     since: Vec<u64>,
     /// Frames with no used unit.
     free: BitSet,
+    /// The same by the order of their pages.
+    in_order: BTreeSet<(u64, u32)>,
     /// Gaps of partly used frames: `(len, frame, start)`.
     gaps: BTreeSet<(Units, u32, Units)>,
     /// Windows that were used and are not, by page count and start. Buffers in other windows over the
@@ -204,6 +211,11 @@ impl Placer {
             let space: &SpaceBooks = &self.spaces[space];
             (space.first_page, space.frame_of.len() as u32)
         })
+    }
+
+    /// Most virtual pages that the step's space may have.
+    pub fn step_limit(&self) -> u64 {
+        u64::from(self.spaces[Space::Step as usize].page_limit)
     }
 
     /// The space that a virtual page belongs to.
@@ -323,7 +335,7 @@ impl Placer {
         let frame = &mut self.frames[number as usize];
         let space = &mut self.spaces[frame.space];
         if frame.used == 0 {
-            space.free.remove(number);
+            space.remove_free(number, frame.order);
             if len < self.page_units {
                 for (gap, gap_len) in [(0, start), (start + len, self.page_units - start - len)] {
                     if gap_len > 0 {
@@ -359,7 +371,7 @@ impl Placer {
                 space.gaps.remove(&(gap_len, number, gap));
             }
             if !frame.is_locked {
-                space.free.insert(number);
+                space.add_free(number, frame.order);
             }
             return;
         }
@@ -386,7 +398,7 @@ impl Placer {
             let frame = &mut self.frames[number as usize];
             let space = &mut self.spaces[frame.space];
             frame.is_locked = true;
-            space.free.remove(number);
+            space.remove_free(number, frame.order);
             for &(gap, gap_len) in &frame.gaps {
                 space.gaps.remove(&(gap_len, number, gap));
             }
@@ -401,7 +413,7 @@ impl Placer {
             }
             let space = &mut self.spaces[frame.space];
             if frame.used == 0 {
-                space.free.insert(number);
+                space.add_free(number, frame.order);
             }
             for &(gap, gap_len) in &frame.gaps {
                 space.gaps.insert((gap_len, number, gap));
@@ -496,17 +508,13 @@ impl Placer {
             }
         };
         let mut maps = Vec::with_capacity((count - tail) as usize);
-        let mut next = 0;
+        // In the order of their pages, so that neighbours stay neighbours.
+        let free = self.spaces[space as usize].in_order.iter();
+        let mut free = free.filter(|&&(_, frame)| self.frames[frame as usize].stamp != self.epoch);
         for page in page + tail..page + count {
-            let books = &self.spaces[space as usize];
-            let mut source = Source::New;
-            while let Some(frame) = books.free.next(next) {
-                next = frame + 1;
-                if self.frames[frame as usize].stamp != self.epoch {
-                    source = Source::Frame(frame);
-                    break;
-                }
-            }
+            let source = free
+                .next()
+                .map_or(Source::New, |&(_, frame)| Source::Frame(frame));
             maps.push((page, source));
         }
         plan(page, self.page_units, maps)
@@ -617,7 +625,7 @@ impl Placer {
                         self.frame_count() - 1
                     });
                     self.frames[frame as usize].space = index;
-                    self.spaces[index].free.insert(frame);
+                    self.spaces[index].add_free(frame, self.frames[frame as usize].order);
                     frame
                 }
             };
@@ -639,7 +647,7 @@ impl Placer {
     pub fn retire(&mut self, frame: u32) {
         let books = &mut self.spaces[self.frames[frame as usize].space];
         debug_assert!(books.free.contains(frame) && self.frames[frame as usize].mentions == 0);
-        books.free.remove(frame);
+        books.remove_free(frame, self.frames[frame as usize].order);
         for page in std::mem::take(&mut self.frames[frame as usize].aliases) {
             books.frame_of[(page - books.first_page) as usize] = NO_FRAME;
             // Windows over it are windows no more.

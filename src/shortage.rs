@@ -184,7 +184,7 @@ impl fmt::Display for WeightShortage {
     }
 }
 
-fn within(scope: &str) -> String {
+pub(crate) fn within(scope: &str) -> String {
     match scope {
         "" => String::new(),
         scope => format!(" in {scope}"),

@@ -308,6 +308,54 @@ fn a_create_that_fails_upstream_does_not_count_against_the_limit() {
 }
 
 #[test]
+fn a_row_counts_and_fails_page_by_page() {
+    let device = Counting::new(Failing::new(host(SMALL)));
+    let base = device.reserve(times(SMALL, 4)).unwrap();
+    let pages: Vec<PageId> = (0..4).map(|_| device.create().unwrap()).collect();
+    device
+        .upstream()
+        .fail_call_at(Call::Map, 2, DeviceError::NotReady, Repeat::Once);
+    let refused = device.map_row(base, &pages).unwrap_err();
+    assert_eq!((refused.mapped, refused.source), (2, DeviceError::NotReady));
+    let books = device.books();
+    assert_eq!((books.calls(Call::Map), books.mappings_alive), (3, 2));
+    device.map_row(nth(base, SMALL, 2), &pages[2..]).unwrap();
+    let books = device.books();
+    assert_eq!((books.calls(Call::Map), books.mappings_alive), (5, 4));
+    device.unmap(base, times(SMALL, 4)).unwrap();
+    pages
+        .into_iter()
+        .for_each(|page| device.release(page).unwrap());
+    device.unreserve(base, times(SMALL, 4)).unwrap();
+    assert!(device.is_empty());
+}
+
+#[test]
+fn a_limit_of_mappings_is_the_one_that_is_named_and_kept() {
+    // The mappings of the process are counted, those of other tests too.
+    let limited = Limiting::new(host(SMALL), LARGE).mappings_at_most(0);
+    let base = limited.reserve(SMALL).unwrap();
+    let page = limited.create().unwrap();
+    let mappings = limited.mappings().expect("counted");
+    assert_eq!(mappings.limit, 0);
+    let refused = limited.map(base, page).unwrap_err();
+    assert!(
+        matches!(
+            refused,
+            DeviceError::Mappings {
+                call: Call::Map,
+                ..
+            }
+        ),
+        "{refused}"
+    );
+    assert!(refused.to_string().contains("vm.max_map_count"));
+    assert_eq!(limited.map_row(base, &[page]).unwrap_err().mapped, 0);
+    limited.release(page).unwrap();
+    limited.unreserve(base, SMALL).unwrap();
+}
+
+#[test]
 fn books_tell_calls_bytes_and_peaks() {
     let device = Counting::new(host(SMALL));
     assert!(device.is_empty());

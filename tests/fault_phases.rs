@@ -214,13 +214,13 @@ impl World {
 /// The number of varied steps after which the next one sweeps, or forgets.
 fn varied_before(phase: Phase) -> u64 {
     let mut world = World::new(phase, counting_host(Bytes(PAGE))).expect("a compiler");
-    let unmaps = |world: &World| world.device.books().calls(Call::Unmap);
+    let mapped = |world: &World| world.device.books().mappings_alive;
     let found = (0..4_000).find(|&n| {
-        let (before, forgotten) = (unmaps(&world), world.compiler().stats().edges_forgotten);
+        let (before, forgotten) = (mapped(&world), world.compiler().stats().edges_forgotten);
         world.varied(phase, n);
         let is_forgetting = world.compiler().stats().edges_forgotten > forgotten;
         // A step alone takes a few pages from one space to the other.
-        let is_sweeping = unmaps(&world) - before > 20;
+        let is_sweeping = before.saturating_sub(mapped(&world)) > 20;
         is_sweeping && is_forgetting == (phase == Phase::Forget)
     });
     drop(world.compiler.take());

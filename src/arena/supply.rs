@@ -80,6 +80,10 @@ impl Arena {
         let total = (count + more) as u64;
         self.make_room(count as u64, keep)
             .map_err(|()| Refusal::OverBudget(self.shortage(Of::Budget, total, None)))?;
+        let missing = (count as u64).saturating_sub(self.pages.spare_count());
+        if missing > 1 {
+            self.pages.device.begin_row(missing);
+        }
         let mut new = Vec::new();
         let mut reclaimed = false;
         // Before the first one is created, and after each time that something was given up for them.

@@ -9,12 +9,14 @@
 //!
 //! One page under two places is one piece of a file mapped twice with `MAP_SHARED`, so an alias is
 //! the same memory, not a copy. The books (who is mapped where) are kept here and checked before
-//! the kernel is asked; [`os`] holds the system calls and all unsafe code.
+//! the kernel is asked; [`os`] holds the system calls and all unsafe code. [`pieces`] knows which pieces are
+//! free, [`mappings`] how many mappings all this is to the kernel.
 //!
 //! Invariants:
-//! - a piece belongs to at most one living page; pieces in `free_pieces` hold no memory;
+//! - a piece belongs to at most one living page; free pieces hold no memory;
 //! - a page counts exactly the places that it stands under;
 //! - an address of a range is always mapped to something, so no other `mmap` can take it;
+//! - the kernel has a mapping wherever the books have a place, and where a *ghost* is ([`mappings`]);
 //! - the lock is held across the system calls but never while calling what could call back: no
 //!   upstream, no log. The books are B-trees, whose nodes are a few hundred bytes: an allocator that
 //!   serves *large* buffers from this device is not entered from here;
@@ -26,21 +28,26 @@
 mod cgroup;
 mod inherit;
 mod limits;
+mod mappings;
 pub(super) mod mark;
 mod os;
+mod pieces;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use self::inherit::Locked;
 pub(super) use self::inherit::own_what_was_inherited;
 use self::limits::Limits;
 pub(crate) use self::limits::allows as heap_allows;
+use self::mappings::Hand;
 pub(super) use self::mark::at_fork;
-use self::os::{Errno, PageFile, Range, Spare};
+use self::os::{Errno, PageFile, Range};
+use self::pieces::Pieces;
 use super::fork::{Process, Section};
-use super::{Call, Device, DeviceError, Fence, MemoryInfo, PageId, StreamId};
+use super::{Call, Device, DeviceError, Fence, Mappings, MemoryInfo, PageId, RowRefused, StreamId};
 use crate::units::{Address, Bytes};
 
 /// Memory of this machine: pages that can stand under many addresses at once.
@@ -64,9 +71,11 @@ use crate::units::{Address, Bytes};
 ///
 /// The kernel allows a process 65,530 mappings by default (`vm.max_map_count`, proc_sys_vm(5));
 /// neighbouring places over neighbouring pages count as one. `create` therefore takes the lowest free
-/// piece of the file: pages created in a row and mapped in a row stay one mapping. At that limit
-/// `map`, and an `allow` or `unmap` that would split a mapping, fail with `ENOMEM` and change nothing;
-/// an `unmap` that splits none still works, so that a caller can take back what it mapped last.
+/// piece of the file, or that of a [row](Device::begin_row): pages created in a row and mapped in a row stay
+/// one mapping. [`mappings`](Device::mappings) says how many there are, of all `Host`s of the process
+/// together, without the up to six that each has for itself and for the alignment of a range. At the
+/// limit `map`, and an `allow` that would split a mapping, fail with [`Mappings`](DeviceError::Mappings) and
+/// change nothing. `unmap`, `release` and `unreserve` work there too.
 ///
 /// Its streams are idle: work on the CPU is done when the call returns, so fences are checked but
 /// nothing waits. [`Streams`](super::adaptor::Streams) simulates busy ones.
@@ -108,6 +117,8 @@ pub struct Host {
     /// Who made it.
     process: Process,
     file: Arc<PageFile>,
+    /// Mappings that the kernel allows, as last read.
+    mapping_limit: AtomicU64,
     books: Arc<Mutex<Books>>,
 }
 
@@ -120,28 +131,43 @@ struct Books {
     places: BTreeMap<Address, Place>,
     /// Living pages.
     pages: BTreeMap<PageId, Page>,
-    /// Pieces of the file below `piece_count` that belong to no page.
-    free_pieces: BTreeSet<u64>,
-    /// Pieces that the file is long.
-    piece_count: u64,
+    /// Pieces of the file that belong to no page.
+    pieces: Pieces,
     /// The next page's number: every page ever created has a smaller one.
     next_page: u64,
     /// Fences issued and not yet waited for.
     fences: BTreeSet<u64>,
     next_fence: u64,
-    /// Given up so that `unmap` works where the kernel allows no further mapping; `None` only between
-    /// that and the next `unmap` that leaves room for it.
-    spare: Option<Spare>,
+    /// What the kernel has of all this.
+    hand: Hand,
     limits: Limits,
     /// Whether these are a forked child's, and what is mapped its own.
     is_own_copy: bool,
 }
 
-/// A granule of a range with a page under it.
-#[derive(Debug)]
+/// A granule of a range that the kernel has a piece mapped at.
+#[derive(Clone, Copy, Debug)]
 struct Place {
-    page: PageId,
+    /// `None` for a ghost.
+    page: Option<PageId>,
+    piece: u64,
     allowed: bool,
+}
+
+impl Place {
+    /// As it is mapped: without access.
+    fn of(page: PageId, piece: u64) -> Self {
+        Self {
+            page: Some(page),
+            piece,
+            allowed: false,
+        }
+    }
+
+    /// Whether it and the granule behind it are one mapping.
+    fn is_one_with(self, next: Self) -> bool {
+        self.piece + 1 == next.piece && self.allowed == next.allowed
+    }
 }
 
 /// A piece of the file, and under how many places it stands.
@@ -163,7 +189,8 @@ impl Books {
 
     /// How many granules of `at .. at + size` are mapped.
     fn mapped_count(&self, at: Address, size: Bytes) -> u64 {
-        self.places.range(at..Address(at.0 + size.0)).count() as u64
+        let places = self.places.range(at..Address(at.0 + size.0));
+        places.filter(|(_, place)| place.page.is_some()).count() as u64
     }
 }
 
@@ -189,26 +216,26 @@ impl Host {
         }
         let process = Process::this();
         let file = PageFile::new().map_err(driver(Call::Create))?;
-        let spare = Spare::new().map_err(driver(Call::Create))?;
-        let books = Books {
+        let mut books = Books {
             ranges: BTreeMap::new(),
             places: BTreeMap::new(),
             pages: BTreeMap::new(),
-            free_pieces: BTreeSet::new(),
-            piece_count: 0,
+            pieces: Pieces::default(),
             next_page: 0,
             fences: BTreeSet::new(),
             next_fence: 0,
-            spare: Some(spare),
+            hand: Hand::default(),
             limits: Limits::new(),
             is_own_copy: false,
         };
+        books.hand.fill();
         let (file, books) = (Arc::new(file), Arc::new(Mutex::new(books)));
         inherit::enter(granule, &file, &books);
         Ok(Self {
             granule,
             process,
             file,
+            mapping_limit: AtomicU64::new(mappings::kernel_limit()),
             books,
         })
     }
@@ -287,7 +314,7 @@ impl Host {
         let allowed = books
             .places
             .range(first..end)
-            .filter(|(_, place)| place.allowed);
+            .filter(|(_, place)| place.allowed && place.page.is_some());
         if allowed.count() as u64 != granule_count {
             return Err(invalid(
                 call,
@@ -297,6 +324,15 @@ impl Host {
         Ok(books)
     }
 
+    /// The kernel refused to map, or to change the access of, what lies in a range: it has memory for
+    /// that, so that what it lacks is mappings.
+    fn unmapped(&self, call: Call, code: Errno) -> DeviceError {
+        match (code, self.mappings()) {
+            (libc::ENOMEM, Some(mappings)) => DeviceError::Mappings { call, mappings },
+            _ => DeviceError::System { call, code },
+        }
+    }
+
     fn offset(&self, piece: u64) -> Bytes {
         Bytes(piece * self.granule.0)
     }
@@ -304,8 +340,8 @@ impl Host {
     /// Bytes of pages that the file can still have (`ulimit -f`), and that it can have at most.
     fn file_room(&self, books: &Books) -> MemoryInfo {
         let total = os::file_limit();
-        let free = total.saturating_sub(self.offset(books.piece_count));
-        let pieces = self.offset(books.free_pieces.len() as u64);
+        let free = total.saturating_sub(self.offset(books.pieces.end()));
+        let pieces = self.offset(books.pieces.free_count());
         MemoryInfo {
             free: free.checked_add(pieces).unwrap_or(free),
             total,
@@ -314,7 +350,7 @@ impl Host {
 
     /// Whether `size` bytes of pages can be created: nothing that ends the process, or the machine, is tried.
     fn check_free(&self, books: &mut Books, size: Bytes) -> Result<(), DeviceError> {
-        let is_in_file = size <= self.offset(books.free_pieces.len() as u64);
+        let is_in_file = size <= self.offset(books.pieces.free_count());
         let of_file = if is_in_file {
             None
         } else {
@@ -364,21 +400,28 @@ unsafe impl Device for Host {
         limits::check_addresses(size)?;
         let range = Range::new(size, self.granule).map_err(driver(Call::Reserve))?;
         let base = range.base();
-        self.books().ranges.insert(base, range);
+        let mut books = self.books();
+        books.ranges.insert(base, range);
+        books.count_range();
         Ok(base)
     }
 
     fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError> {
         let mut books = self.books_to_change(Call::Unreserve)?;
         let range = books.ranges.get(&base).filter(|range| range.size() == size);
-        let range = range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
+        range.ok_or(invalid(Call::Unreserve, "no such range is reserved"))?;
         if books.mapped_count(base, size) > 0 {
             return Err(invalid(
                 Call::Unreserve,
                 "a range goes after all of its mappings",
             ));
         }
-        range.give_back().map_err(driver(Call::Unreserve))?;
+        let Books { ranges, hand, .. } = &mut *books;
+        let range = &ranges[&base];
+        // All at once: of what is in the middle nothing is split.
+        hand.lend(|| range.give_back())
+            .map_err(driver(Call::Unreserve))?;
+        books.uncount_range(base, size, self.granule);
         books.ranges.remove(&base);
         Ok(())
     }
@@ -386,11 +429,12 @@ unsafe impl Device for Host {
     fn create(&self) -> Result<PageId, DeviceError> {
         let mut books = self.books_to_change(Call::Create)?;
         self.check_free(&mut books, self.granule)?;
-        let piece = books
-            .free_pieces
-            .first()
-            .copied()
-            .unwrap_or(books.piece_count);
+        let mut piece = books.pieces.next();
+        // A row may lie behind what `ulimit -f` lets the file have, where growing it would end the process.
+        if books.pieces.is_in_row() && self.offset(piece + 1) > os::file_limit() {
+            books.pieces.end_row();
+            piece = books.pieces.next();
+        }
         match self.file.back(self.offset(piece), self.granule) {
             Ok(()) => {}
             Err(libc::ENOSPC | libc::ENOMEM) => {
@@ -406,9 +450,7 @@ unsafe impl Device for Host {
                 });
             }
         }
-        if !books.free_pieces.remove(&piece) {
-            books.piece_count += 1;
-        }
+        books.pieces.take(piece);
         books.limits.take(self.granule);
         let page = PageId(books.next_page);
         books.next_page += 1;
@@ -435,34 +477,52 @@ unsafe impl Device for Host {
             .punch(self.offset(piece), self.granule)
             .map_err(driver(Call::Release))?;
         books.pages.remove(&page);
-        books.free_pieces.insert(piece);
+        books.give_piece(piece);
         books.limits.give(self.granule);
         Ok(())
     }
 
     fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError> {
-        self.check_granules(Call::Map, at, self.granule)?;
-        let mut books = self.books_to_change(Call::Map)?;
-        let range = books.range(Call::Map, at, self.granule)?;
-        if books.places.contains_key(&at) {
-            return Err(invalid(Call::Map, "the place is mapped already"));
+        self.map_row(at, &[page]).map_err(|refused| refused.source)
+    }
+
+    /// One call of the kernel for pages that are neighbours.
+    fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        if pages.is_empty() {
+            return Ok(());
         }
-        let piece = books
-            .pages
-            .get(&page)
-            .ok_or(invalid(Call::Map, "no such page lives"))?
-            .piece;
-        range
-            .map(at, self.granule, &self.file, self.offset(piece))
-            .map_err(driver(Call::Map))?;
-        books.places.insert(
-            at,
-            Place {
-                page,
-                allowed: false,
-            },
-        );
-        books.pages.get_mut(&page).expect("found above").place_count += 1;
+        let mut mapped = 0;
+        let refused = |mapped, source| RowRefused { mapped, source };
+        let size = Bytes(self.granule.0.saturating_mul(pages.len() as u64));
+        self.check_granules(Call::Map, at, size)
+            .map_err(|source| refused(0, source))?;
+        let mut books = self
+            .books_to_change(Call::Map)
+            .map_err(|source| refused(0, source))?;
+        while let rest @ [_, ..] = &pages[mapped..] {
+            let at = Address(at.0 + self.offset(mapped as u64).0);
+            let row = books.neighbours(at, rest, self.granule);
+            let (piece, count) = row.map_err(|source| refused(mapped, source))?;
+            let size = self.offset(count);
+            let range = books.range(Call::Map, at, size);
+            let range = range.map_err(|source| refused(mapped, source))?;
+            range
+                .map(at, size, &self.file, self.offset(piece))
+                .map_err(|code| refused(mapped, self.unmapped(Call::Map, code)))?;
+            let row = &rest[..count as usize];
+            books.counted(at, size, self.granule, |books| {
+                for ((index, &page), piece) in (0..).zip(row).zip(piece..) {
+                    let at = Address(at.0 + self.offset(index).0);
+                    // Mapped over, if it was a ghost.
+                    books.take_out(at);
+                    books.places.insert(at, Place::of(page, piece));
+                }
+            });
+            for page in row {
+                books.pages.get_mut(page).expect("found above").place_count += 1;
+            }
+            mapped += count as usize;
+        }
         Ok(())
     }
 
@@ -484,43 +544,41 @@ unsafe impl Device for Host {
             {
                 let _ = range.forbid(place, self.granule);
             }
-            return Err(DeviceError::System {
-                call: Call::Allow,
-                code,
-            });
+            return Err(self.unmapped(Call::Allow, code));
         }
-        books
-            .places
-            .range_mut(at..end)
-            .for_each(|(_, place)| place.allowed = true);
+        books.counted(at, size, self.granule, |books| {
+            let places = books.places.range_mut(at..end);
+            places.for_each(|(_, place)| place.allowed = true);
+        });
         Ok(())
     }
 
     fn unmap(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {
         self.check_granules(Call::Unmap, at, size)?;
         let mut books = self.books_to_change(Call::Unmap)?;
-        let range = books.range(Call::Unmap, at, size)?;
+        books.range(Call::Unmap, at, size)?;
         if books.mapped_count(at, size) != size.0 / self.granule.0 {
             return Err(invalid(Call::Unmap, "every granule is mapped"));
         }
-        let mut cleared = range.clear(at, size);
-        if cleared == Err(libc::ENOMEM) && books.spare.is_some() {
-            books.spare = None;
-            cleared = books.range(Call::Unmap, at, size)?.clear(at, size);
+        books
+            .clear(at, size, self.granule)
+            .map_err(driver(Call::Unmap))
+    }
+
+    fn begin_row(&self, count: u64) {
+        self.books().pieces.begin_row(count);
+    }
+
+    /// Of all ranges of all `Host`s of this process.
+    fn mappings(&self) -> Option<Mappings> {
+        let count = mappings::in_process();
+        let mut limit = self.mapping_limit.load(Ordering::Relaxed);
+        if count >= limit / 2 {
+            // Somebody may have followed the advice.
+            limit = mappings::kernel_limit();
+            self.mapping_limit.store(limit, Ordering::Relaxed);
         }
-        if books.spare.is_none() {
-            books.spare = Spare::new().ok();
-        }
-        cleared.map_err(driver(Call::Unmap))?;
-        for place in (at.0..at.0 + size.0).step_by(self.granule.0 as usize) {
-            let Place { page, .. } = books.places.remove(&Address(place)).expect("counted above");
-            books
-                .pages
-                .get_mut(&page)
-                .expect("a mapped page lives")
-                .place_count -= 1;
-        }
-        Ok(())
+        Some(Mappings { count, limit })
     }
 
     /// Work on the CPU is done when its call returns.
@@ -598,7 +656,8 @@ impl fmt::Debug for Host {
             shown
                 .field("range_count", &books.ranges.len())
                 .field("page_count", &books.pages.len())
-                .field("place_count", &books.places.len());
+                .field("place_count", &books.places.len())
+                .field("mapping_count", &books.hand.count());
         }
         shown.finish_non_exhaustive()
     }
@@ -610,10 +669,11 @@ impl Drop for Host {
         if self.process.is_ancestor() {
             return;
         }
-        let books = self.books();
-        for range in books.ranges.values() {
+        let mut books = self.books();
+        let Books { ranges, hand, .. } = &mut *books;
+        for range in ranges.values() {
             // Fails only at the kernel's limit of mappings; the addresses then stay reserved.
-            let _ = range.give_back();
+            let _ = hand.lend(|| range.give_back());
         }
         debug_assert!(
             std::thread::panicking() || (books.ranges.is_empty() && books.pages.is_empty()),

@@ -45,7 +45,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-pub use crate::device_error::{Call, DeviceError, MemoryInfo};
+pub use crate::device_error::{Call, DeviceError, Mappings, MemoryInfo};
 pub use crate::options::check_granule;
 use crate::units::{Address, Bytes};
 
@@ -58,6 +58,15 @@ pub struct PageId(pub u64);
 /// the driver's handle as a number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct StreamId(pub u64);
+
+/// Why not all pages of a [row](Device::map_row) are mapped.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowRefused {
+    /// How many of its pages are mapped, from the first on.
+    pub mapped: usize,
+    /// What the device said to the next one.
+    pub source: DeviceError,
+}
 
 /// A point on a stream after which everything enqueued before it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,7 +92,7 @@ pub struct GpuIdentity {
 /// - `map` only under an unmapped place inside a reserved range; `unmap` only what is mapped;
 /// - a page is released only after its last mapping is gone; a range only after all of its mappings;
 /// - memory is accessed only where it is mapped *and* allowed;
-/// - a call that returns an error has changed nothing.
+/// - a call that returns an error has changed nothing, unless its page says otherwise.
 ///
 /// Who shares a device with a compiler leaves the compiler's own range alone: where the CPU hook hands that
 /// memory out, values of safe code lie in it, and an `unmap` or `write` there breaks them as a write to
@@ -122,7 +131,8 @@ pub unsafe trait Device: Debug + Send + Sync {
     /// Gives a whole reserved range back.
     fn unreserve(&self, base: Address, size: Bytes) -> Result<(), DeviceError>;
 
-    /// Creates one physical page of one granule. Its contents are unspecified.
+    /// Creates one physical page of one granule. Its contents are unspecified. Pages with consecutive numbers
+    /// are neighbours, as far as it matters to the device.
     fn create(&self) -> Result<PageId, DeviceError>;
 
     /// Gives a physical page back.
@@ -130,6 +140,30 @@ pub unsafe trait Device: Debug + Send + Sync {
 
     /// Puts a page under the granule that starts at `at`. A page may stand under many places.
     fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError>;
+
+    /// Puts pages under the granules from `at` on, in their order: what as many calls of
+    /// [`map`](Device::map) do, and counts as so many, at once where the device can. Unlike any other call it
+    /// may have done a part of its work when it is refused.
+    fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        let places = (at.0..).step_by(self.granule().0 as usize).map(Address);
+        for ((mapped, &page), at) in pages.iter().enumerate().zip(places) {
+            self.map(at, page)
+                .map_err(|source| RowRefused { mapped, source })?;
+        }
+        Ok(())
+    }
+
+    /// Says that the next `count` pages to be created will be mapped in a row: where neighbours take fewer
+    /// of the [mappings](Device::mappings), the device makes them neighbours if it can.
+    fn begin_row(&self, count: u64) {
+        let _ = count;
+    }
+
+    /// How many mappings the process has of this kind of device, and how many it may have in all; `None` where
+    /// nothing limits them.
+    fn mappings(&self) -> Option<Mappings> {
+        None
+    }
 
     /// Makes the mapped granules in `at .. at + size` readable and writable by this device.
     fn allow(&self, at: Address, size: Bytes) -> Result<(), DeviceError>;

@@ -29,18 +29,24 @@ impl Engine {
         debug_assert_eq!(self.own_count, 0);
         self.sync_placer();
         let kept = self.newest_branches(self.edge_limit / (1 + usize::from(is_full)));
+        self.forget_all_but(&kept);
+        self.sweep_idle();
+    }
+
+    /// Forgets all other branches, and edges on no tape; positions and scope paths that none of these has; and
+    /// places of survivors that are gone. A step begins, and the placer is up to date.
+    pub(super) fn forget_all_but(&mut self, kept: &[usize]) {
         // A name without a branch records as for the first time, also in strict mode.
         let branches = &self.tapes.branches;
         self.finished
             .retain(|&name| kept.iter().any(|&at| branches[at].name == name));
         let edges_before = self.graph.edge_count();
-        self.rebuild(&kept, None);
+        self.rebuild(kept, None);
         self.totals.forgotten += edges_before - self.graph.edge_count();
         // Live buffers alone may be more than the limit: not to be looked through every time.
         self.place_limit = self.edge_limit.max(self.graph.placements.len()) * 2;
         self.forget_positions();
         self.forget_paths();
-        self.sweep_idle();
     }
 
     /// The branches that ran last, as many as have `limit` edges together, and the last one if only it

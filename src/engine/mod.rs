@@ -12,6 +12,7 @@
 //!   all places anew, once lifespans are known                                   (compile.rs)
 //!   the graph made afresh for either; windows that nothing uses                 (rebuild.rs)
 //!   addresses that were captured                                                (pinned.rs)
+//!   windows given up where mappings or addresses run out                        (windows.rs)
 //!   what a report shows of all this                                             (buffers.rs)
 //! ```
 //!
@@ -37,6 +38,7 @@ mod rebuild;
 mod record;
 mod shared;
 mod steps;
+mod windows;
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -49,7 +51,7 @@ pub(crate) use shared::{Remote, Shared};
 pub(crate) use steps::COMPILE_TIME;
 
 use crate::arena::{Arena, Refusal};
-use crate::device::{Call, DeviceError, Fence, GpuIdentity, StreamId};
+use crate::device::{Call, DeviceError, Fence, GpuIdentity, Mappings, StreamId};
 use crate::error::{BadFree, Error};
 use crate::graph::live::{Live, LiveTable};
 use crate::graph::tape::{SURVIVOR, Tapes};
@@ -187,6 +189,8 @@ pub(crate) struct Engine {
     compile_after: Option<u32>,
     /// Recorded allocations at which addresses may be won back again.
     reclaim_at: u64,
+    /// What is known of the need for windows.
+    pressure: windows::Pressure,
     /// Finished steps since something was recorded.
     quiet_steps: u32,
     totals: Totals,
@@ -263,6 +267,7 @@ impl Engine {
             compiled: None,
             compile_after: options.compile_after,
             reclaim_at: 0,
+            pressure: windows::Pressure::default(),
             quiet_steps: 0,
             step: Counts::default(),
             totals: Totals::default(),
@@ -558,6 +563,13 @@ impl Engine {
                 asked,
                 reserved: self.arena.reserved(),
             },
+            Refusal::Mappings(Mappings { count, limit }) => Error::Mappings {
+                scope: self.scopes.path(),
+                asked,
+                granule: self.arena.granule(),
+                count,
+                limit,
+            },
             Refusal::Device { call, source } => Error::Device { call, source },
         }
     }
@@ -567,11 +579,14 @@ impl Engine {
         self.sync_placer();
         self.arena.is_pinned = self.is_pinned();
         let mut place = self.arena.place(len, space);
-        if space == Space::Survivors
-            && place == Err(Refusal::AddressSpace)
-            && !self.arena.is_pinned
-            && self.sweep_survivors()
-        {
+        let helps = match &place {
+            Err(Refusal::AddressSpace) => {
+                space == Space::Survivors && !self.arena.is_pinned && self.sweep_survivors()
+            }
+            Err(Refusal::Mappings(_)) => self.find_mappings(),
+            _ => false,
+        };
+        if helps {
             place = self.arena.place(len, space);
         }
         self.note_trims();

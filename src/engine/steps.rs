@@ -34,6 +34,7 @@ impl Engine {
         self.end_young();
         self.settle_survivors(true);
         self.forget_oldest();
+        self.give_windows_up();
         self.reclaim_when_crowded();
         self.compile_when_quiet();
         self.serial = SERIAL.fetch_add(1, Ordering::Relaxed);

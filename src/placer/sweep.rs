@@ -111,7 +111,7 @@ impl Placer {
             .collect();
         for &frame in &gone {
             debug_assert!(books.free.contains(frame) && self.frames[frame as usize].mentions == 0);
-            books.free.remove(frame);
+            books.remove_free(frame, self.frames[frame as usize].order);
             self.retired.push(frame);
         }
         gone

@@ -27,6 +27,8 @@ macro_rules! hold_to_the_contract {
             a_remapped_place_shows_the_new_page_only,
             page_numbers_are_never_reused,
             a_fill_changes_its_bytes_and_no_others,
+            a_row_of_pages_stands_as_if_each_was_mapped_by_itself,
+            a_row_that_is_refused_says_how_much_of_it_stands,
             map_wants_a_free_place_a_living_page_and_a_granule_border,
             allow_wants_mapped_granules,
             unmap_wants_mapped_granules,
@@ -230,6 +232,49 @@ pub fn a_fill_changes_its_bytes_and_no_others(device: &dyn Device) {
     device.fill(Address(row.base.0 + 4), Bytes(8), 9).unwrap();
     row.shows(0, &[7, 7, 7, 7, 9, 9, 9, 9, 9, 9, 9, 9, 7, 7, 7, 7]);
     row.give_back(1);
+}
+
+pub fn a_row_of_pages_stands_as_if_each_was_mapped_by_itself(device: &dyn Device) {
+    let mut row = Row::new(device, 5, 0);
+    device.begin_row(2);
+    row.pages = (0..2).map(|_| device.create().unwrap()).collect();
+    let [first, second] = row.pages[..] else {
+        unreachable!("two were made")
+    };
+    device.map_row(row.base, &[]).unwrap();
+    // Neighbours and aliases.
+    device
+        .map_row(row.base, &[first, second, second, first])
+        .unwrap();
+    assert_invalid(Call::Read, device.read(row.at(1), &mut [0]));
+    device.allow(row.base, times(row.granule, 4)).unwrap();
+    row.write(0, b"first");
+    row.write(2, b"second");
+    row.shows(3, b"first");
+    row.shows(1, b"second");
+    assert_invalid(Call::Unmap, device.unmap(row.at(4), row.granule));
+    row.give_back(4);
+}
+
+pub fn a_row_that_is_refused_says_how_much_of_it_stands(device: &dyn Device) {
+    let row = Row::new(device, 4, 2);
+    let [first, second] = row.pages[..] else {
+        unreachable!("two were made")
+    };
+    row.unmap(1);
+    row.map(3, second);
+    // The last place is taken; then a page that does not live, behind one that does.
+    let refused = device.map_row(row.at(1), &[first, second, first]);
+    let refused = refused.unwrap_err();
+    assert_eq!(refused.mapped, 2);
+    assert_invalid::<()>(Call::Map, Err(refused.source));
+    device.allow(row.base, times(row.granule, 4)).unwrap();
+    row.write(0, b"first");
+    row.shows(1, b"first");
+    row.unmap(1);
+    let refused = device.map_row(row.at(1), &[first, PageId(u64::MAX)]);
+    assert_eq!(refused.unwrap_err().mapped, 1);
+    row.give_back(4);
 }
 
 pub fn map_wants_a_free_place_a_living_page_and_a_granule_border(device: &dyn Device) {

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment,
+    PageId, RowRefused, StreamId,
 };
 use crate::units::{Address, Bytes};
 
@@ -127,8 +128,8 @@ fn no_change(_: &mut Books) {}
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Counting<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, memory_source, check_stream, is_capturing, check_room, host_memory, moment,
-        elapsed, copy_stream);
+        granule, is_host_memory, gpu, memory_source, check_stream, begin_row, mappings, is_capturing, check_room,
+        host_memory, moment, elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.counted(
@@ -174,6 +175,20 @@ unsafe impl<D: Device> Device for Counting<D> {
             |d| d.map(at, page),
             |books| books.mappings_alive += 1,
         )
+    }
+
+    /// Counts a call of [`Call::Map`] for each page that is mapped, and for the one that is refused.
+    fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        let made = self.upstream.map_row(at, pages);
+        let (mapped, calls) = match &made {
+            Ok(()) => (pages.len(), pages.len()),
+            Err(refused) => (refused.mapped, refused.mapped + 1),
+        };
+        let mut books = lock(&self.books);
+        books.calls[Call::Map as usize] += calls as u64;
+        books.mappings_alive += mapped as u64;
+        drop(books);
+        made
     }
 
     fn allow(&self, at: Address, size: Bytes) -> Result<(), DeviceError> {

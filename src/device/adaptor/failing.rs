@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment,
+    PageId, StreamId,
 };
 use crate::units::{Address, Bytes};
 
@@ -177,8 +178,8 @@ impl Plan {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Failing<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, memory_source, check_stream, is_capturing, check_room, host_memory, moment,
-        elapsed, copy_stream);
+        granule, is_host_memory, gpu, memory_source, check_stream, begin_row, mappings, is_capturing, check_room,
+        host_memory, moment, elapsed, copy_stream);
 
     fn reserve(&self, size: Bytes) -> Result<Address, DeviceError> {
         self.unless_planned(Call::Reserve, |d| d.reserve(size))

@@ -1,4 +1,4 @@
-//! A device with less memory than it has.
+//! A device with less memory than it has, and with fewer mappings.
 //!
 //! May import: `device`, `units`.
 
@@ -7,16 +7,20 @@ use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment,
+    PageId, RowRefused, StreamId,
 };
 use crate::units::{Address, Bytes};
 
-/// Lets at most so many bytes of physical pages be alive. What is within the limit is memory of its own
+/// Lets at most so many bytes of physical pages be alive, and so many mappings
+/// ([`mappings_at_most`](Self::mappings_at_most)). What is within the limit is memory of its own
 /// ([`Device::memory_source`]): pages that somebody else gives back upstream do not help here.
 #[derive(Debug)]
 pub struct Limiting<D> {
     upstream: D,
     limit: Bytes,
+    /// Mappings that the process may have, where that is less than upstream allows.
+    mapping_limit: u64,
     /// At most `limit`. A `create` that is still upstream counts already.
     held: Mutex<Bytes>,
 }
@@ -28,7 +32,18 @@ impl<D: Device> Limiting<D> {
         Self {
             upstream,
             limit,
+            mapping_limit: u64::MAX,
             held: Mutex::default(),
+        }
+    }
+
+    /// The same with at most `limit` mappings of the process, as upstream counts them: as on a system where
+    /// the kernel allows no more. Where upstream does not count them there is no limit.
+    #[must_use]
+    pub fn mappings_at_most(self, limit: u64) -> Self {
+        Self {
+            mapping_limit: limit,
+            ..self
         }
     }
 
@@ -43,13 +58,23 @@ impl<D: Device> Limiting<D> {
     pub fn held(&self) -> Bytes {
         *lock(&self.held)
     }
+
+    fn check_mappings(&self) -> Result<(), DeviceError> {
+        match self.mappings() {
+            Some(mappings) if mappings.count >= mappings.limit => Err(DeviceError::Mappings {
+                call: Call::Map,
+                mappings,
+            }),
+            _ => Ok(()),
+        }
+    }
 }
 
 // SAFETY: every method that reserves, creates, maps or allows is upstream's, which keeps the contract; a
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Limiting<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, check_stream, reserve, unreserve, map, allow, unmap,
+        granule, is_host_memory, gpu, check_stream, reserve, unreserve, begin_row, allow, unmap,
         synchronise, fence, wait, is_capturing, trim_pool, write, read, fill, host_memory, copy_stream,
         enqueue_copy, moment, elapsed);
 
@@ -92,6 +117,25 @@ unsafe impl<D: Device> Device for Limiting<D> {
             return Err(DeviceError::OutOfMemory { info });
         }
         self.upstream.check_room(size)
+    }
+
+    /// At the limit of mappings [`Mappings`](DeviceError::Mappings).
+    fn map(&self, at: Address, page: PageId) -> Result<(), DeviceError> {
+        self.check_mappings()?;
+        self.upstream.map(at, page)
+    }
+
+    fn map_row(&self, at: Address, pages: &[PageId]) -> Result<(), RowRefused> {
+        self.check_mappings()
+            .map_err(|source| RowRefused { mapped: 0, source })?;
+        self.upstream.map_row(at, pages)
+    }
+
+    /// What upstream says, with the limit where that is less.
+    fn mappings(&self) -> Option<Mappings> {
+        let Mappings { count, limit } = self.upstream.mappings()?;
+        let limit = limit.min(self.mapping_limit);
+        Some(Mappings { count, limit })
     }
 
     /// What upstream says, or the limit where that is less.

@@ -31,7 +31,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, PageId, StreamId,
+    Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment, PageId,
+    RowRefused, StreamId,
 };
 use crate::units::{Address, Bytes};
 
@@ -65,6 +66,15 @@ macro_rules! forward {
     };
     (@ map $self:ident $upstream:expr) => {
         forward!(@@ map(at: Address, page: PageId) -> Result<(), DeviceError>, $self $upstream);
+    };
+    (@ map_row $self:ident $upstream:expr) => {
+        forward!(@@ map_row(at: Address, pages: &[PageId]) -> Result<(), RowRefused>, $self $upstream);
+    };
+    (@ begin_row $self:ident $upstream:expr) => {
+        forward!(@@ begin_row(count: u64) -> (), $self $upstream);
+    };
+    (@ mappings $self:ident $upstream:expr) => {
+        forward!(@@ mappings() -> Option<Mappings>, $self $upstream);
     };
     (@ allow $self:ident $upstream:expr) => {
         forward!(@@ allow(at: Address, size: Bytes) -> Result<(), DeviceError>, $self $upstream);
@@ -133,9 +143,9 @@ use forward;
 // SAFETY: every method is that of the device itself, which keeps the contract.
 unsafe impl<D: Device + ?Sized> Device for Arc<D> {
     forward!(self => (**self);
-        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, allow, unmap,
-        synchronise, fence, wait, check_stream, is_capturing, trim_pool, memory, check_room, write, read, fill,
-        host_memory, copy_stream, enqueue_copy, moment, elapsed);
+        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, map_row, begin_row,
+        mappings, allow, unmap, synchronise, fence, wait, check_stream, is_capturing, trim_pool, memory, check_room,
+        write, read, fill, host_memory, copy_stream, enqueue_copy, moment, elapsed);
 }
 
 /// Locks what no adaptor leaves half-changed when a panic passes.

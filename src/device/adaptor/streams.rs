@@ -16,8 +16,8 @@ use std::time::Duration;
 
 use super::{forward, lock};
 use crate::device::{
-    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, MemoryInfo, Moment, NO_TIME,
-    OUTSIDE, PageId, StreamId,
+    Call, Device, DeviceError, Fence, GpuIdentity, HostMemory, Mappings, MemoryInfo, Moment,
+    NO_TIME, OUTSIDE, PageId, RowRefused, StreamId,
 };
 use crate::units::{Address, Bytes};
 
@@ -282,8 +282,8 @@ fn split_mix(state: &mut u64) -> u64 {
 // call that is refused here has changed nothing there.
 unsafe impl<D: Device> Device for Streams<D> {
     forward!(self => self.upstream;
-        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, allow, unmap, trim_pool,
-        memory, check_room, write, read, fill, host_memory);
+        granule, is_host_memory, gpu, memory_source, reserve, unreserve, create, release, map, map_row, begin_row,
+        mappings, allow, unmap, trim_pool, memory, check_room, write, read, fill, host_memory);
 
     fn is_capturing(&self, stream: StreamId) -> bool {
         lock(&self.queues).capturing.contains(&stream.0) || self.upstream.is_capturing(stream)

@@ -15,8 +15,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
+use super::Books;
 use super::os::{self, PageFile};
-use super::{Books, Place};
 use crate::bookkeeping::Bookkeeping;
 use crate::device::fork::Section;
 use crate::units::{Address, Bytes};
@@ -113,7 +113,7 @@ pub(in super::super) fn own_what_was_inherited() {
         {
             // At the kernel's limit of mappings this makes room for the first call, and each call then takes as many
             // as it leaves.
-            books.spare = None;
+            books.hand.give_all();
             own(living, &books);
             books.is_own_copy = true;
         }
@@ -132,12 +132,12 @@ fn locked<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 
 fn own(living: &Living, books: &Books) {
     let mut run: Option<Run> = None;
-    for (&at, &Place { page, allowed }) in &books.places {
-        let (true, Some(page)) = (allowed, books.pages.get(&page)) else {
+    for (&at, place) in &books.places {
+        if !place.allowed || place.page.is_none() {
             // Nobody can read or write there, nor be allowed to.
             continue;
-        };
-        let (size, offset) = (living.granule, Bytes(page.piece * living.granule.0));
+        }
+        let (size, offset) = (living.granule, Bytes(place.piece * living.granule.0));
         run = Some(match run {
             Some(Run {
                 at: first,
