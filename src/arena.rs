@@ -62,11 +62,14 @@ impl NotReserved {
                 least,
                 source,
             },
-            Refused::Device { call, source } => Error::Device { call, source },
+            Refused::Device { call, source } => Error::refused(call, source),
             Refused::Budget => unreachable!("addresses are claimed of no budget"),
         }
     }
 }
+
+/// From this size on a place is refused before it is planned, where it cannot be had.
+const LARGE: Bytes = Bytes::mib(32);
 
 /// Fewer addresses are not worth trying where more were asked for.
 const LEAST_ADDRESSES: Bytes = Bytes::gib(1);
@@ -262,13 +265,21 @@ impl Arena {
         if whole > self.pages.budget.limit() {
             return Err(Refusal::OverBudget(self.hopeless(Of::Budget, whole)));
         }
+        // Smaller ones are planned in no time, and then have all that others give up for them.
+        if whole < LARGE {
+            return Ok(());
+        }
+        let owned = || {
+            let holdings = self.account().holdings(Of::Memory);
+            Bytes(holdings.compilers.0 + holdings.weights.0)
+        };
+        let before = owned();
         if self.pages.device.check_room(whole).is_ok() {
             return Ok(());
         }
-        // A place needs that many pages at once; each that is owned already may come to be one of them.
-        let holdings = self.account().holdings(Of::Memory);
-        let owned = Bytes(holdings.compilers.0 + holdings.weights.0);
-        let more = whole.saturating_sub(owned);
+        // A place needs that many pages at once; each that is owned already may come to be one of them, also where
+        // it is on its way from one owner to another.
+        let more = whole.saturating_sub(before.max(owned()));
         if more == Bytes::ZERO {
             return Ok(());
         }

@@ -215,9 +215,9 @@ fn a_pinned_layout_lends_nothing() {
         run(&device, &mut b, 14),
         Err(Error::OutOfMemory(_))
     ));
+    drop(pinned);
     let again = run(&device, &mut a, 12).expect("all of it is there");
     assert_eq!((again.at, again.calls), (first.at, 0));
-    drop(pinned);
     run(&device, &mut b, 14).expect("a idles and is not pinned");
 }
 

@@ -95,6 +95,10 @@ impl Arena {
                 false => self.pages.lacking(rest),
             };
             let (taken, short) = match lacking {
+                // What neither has, the budget lacks.
+                Some((short, _)) if self.over_budget(rest as u64) > 0 => {
+                    (Err(Refused::Budget), short)
+                }
                 Some((short, info)) => (Err(no_room(info)), short),
                 None => (self.pages.take_free(), rest as u64),
             };
@@ -149,11 +153,7 @@ impl Arena {
 
     /// Makes room in the budget for `count` pages.
     fn make_room(&mut self, count: u64, keep: &[u32]) -> Result<(), ()> {
-        let over = |arena: &Self| {
-            let more = count.saturating_sub(arena.pages.spare_count()) * arena.granule().0;
-            more.saturating_sub(arena.pages.budget.free().0)
-                .div_ceil(arena.granule().0)
-        };
+        let over = |arena: &Self| arena.over_budget(count);
         // Pages may stay claimed although they were given up: what was evicted is no measure.
         while over(self) > 0 && self.evict_weights(over(self)) {}
         if over(self) > 0 {
@@ -161,6 +161,13 @@ impl Arena {
         }
         while over(self) > 0 && self.borrow_idle(Of::Budget, over(self)) {}
         if over(self) > 0 { Err(()) } else { Ok(()) }
+    }
+
+    /// Pages that the budget lacks for `count` of them.
+    fn over_budget(&self, count: u64) -> u64 {
+        let more = count.saturating_sub(self.pages.spare_count()) * self.granule().0;
+        more.saturating_sub(self.pages.budget.free().0)
+            .div_ceil(self.granule().0)
     }
 
     /// Has up to `count` pages of weights evicted; whether any was.
@@ -225,6 +232,8 @@ impl Arena {
         let room = self.pages.budget.free().min(device);
         short.remedy = if of == Of::Budget && device >= short.needed {
             Remedy::Budget(Bytes(short.limit.0.saturating_add(missing.0)))
+        } else if of == Of::Memory && short.elsewhere >= missing {
+            Remedy::FreeElsewhere(missing)
         } else {
             match room.0 - room.0 % self.granule().0 {
                 0 => Remedy::FreeLive(missing),

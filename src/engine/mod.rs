@@ -570,7 +570,7 @@ impl Engine {
                 count,
                 limit,
             },
-            Refusal::Device { call, source } => Error::Device { call, source },
+            Refusal::Device { call, source } => Error::refused(call, source),
         }
     }
 
