@@ -76,11 +76,19 @@ fn ten_thousand_states_with_their_edges_and_tape_cost_at_most_4_mb_and_do_not_gr
     assert!(stats.states >= 9_990, "{stats}");
     assert!(cost <= 4_000_000, "{cost} bytes");
     drop(stats);
-    let before = LIVE.load(Ordering::Relaxed);
+    // A B-tree of the same frames may have a node more or less, by the order in which they came: the first
+    // replay leaves the shape that all others do.
+    step(&mut compiler, 10_000);
+    let settled = LIVE.load(Ordering::Relaxed);
     for _ in 0..20 {
         step(&mut compiler, 10_000);
     }
-    assert!(LIVE.load(Ordering::Relaxed) <= before);
+    let after = LIVE.load(Ordering::Relaxed);
+    assert!(after <= settled, "{settled} bytes, {after} after 20 steps");
+    assert!(
+        after - before <= 4_000_000,
+        "{before} bytes, {after} at the end"
+    );
 }
 
 /// Sizes that drift for ever, an output of such a size that outlives its step, and now and then the same small step,
